@@ -1,5 +1,4 @@
-"""Restoring and claiming: the one restores and claims nothing, the other makes this process, or the job that it is a
-rank of, the run's owner."""
+"""Restores a run, and claims it for this process or for the job that it is a rank of."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
 
 AGAIN, CLAIMED = b"again", b"claimed"
-"""What the coordinator broadcasts while it claims: all restore anew, or the run is claimed."""
+"""The coordinator's broadcasts while it claims: all restore anew, or the run is claimed."""
 
 
 class RunClaim:
     """Restores one run into one state, and claims it. Every rank of a group calls the same methods in the same order:
-    all read what one has chosen, and one claims for all."""
+    the coordinator chooses the checkpoint and claims for all."""
 
     def __init__(
         self,
@@ -66,13 +65,13 @@ class RunClaim:
             if memory is not None and settings.resume_from == "latest"
             else None
         )
-        """What the process before left in memory, where it may be gone on from."""
+        """The restore from what an earlier process left in memory."""
         self.restored: Restored | None = None
         self._watch: OwnerWatch | None = None
-        """Begun before the restore, so that a lease that no longer moves runs out meanwhile."""
+        """Begun before the restore, so that a lease that no longer changes runs out meanwhile."""
         self._newest: CheckpointId | None = None
         self._withdrawn: set[int] = set()
-        """Attempts that were claimed here and given back unused: they go on from what is no longer the newest."""
+        """Attempts that were claimed here and given back unused: their parent is no longer the newest checkpoint."""
         self.done = False
         self.on_restored: Callable[[], None] | None = None
         """Called when restoring is done, also where there was nothing to restore."""
@@ -81,23 +80,24 @@ class RunClaim:
 
     @property
     def parent(self) -> CheckpointId | None:
-        """The newest durable checkpoint of the line that training goes on with."""
+        """The newest durable checkpoint of the line of training."""
         if self.restored_image is not None:
             return self.restored_image.adoptable.base
         return self.restored.checkpoint.id if self.restored is not None else None
 
     @property
     def restored_image(self) -> Candidate | None:
-        """The image in memory that training goes on from."""
+        """The image in memory that training resumes from."""
         return self.memory_restore.adopted if self.memory_restore is not None else None
 
     def restore(self) -> Restored | None:
-        """Restores what `resume_from` says, once. None if there is nothing to restore."""
+        """Restores what `resume_from` says, once; returns None if there is nothing to restore."""
         if not self.done:
-            self._close_own()  # before its objects, which may be these, and the random generators are set back
+            self._close_own()  # before the state, which may be its own, and the random generators are restored
             self._watch = self._watch or OwnerWatch(self._repo, self._run)
             self._newest = latest(self._repo, self._run, withdrawn=self._withdrawn)
-            result = self._restore_from_memory()
+            memory = self.memory_restore
+            result = memory.restore(self._prepare) if memory is not None else None
             result = result or self._restorer.resume(self._resume_from, withdrawn=self._withdrawn)
             self.restored = None
             if result is not None:
@@ -118,18 +118,18 @@ class RunClaim:
             self._warn(reason)
 
     def exists(self) -> bool:
-        """Whether the run has a checkpoint, durable or in memory."""
+        """Returns whether the run has a checkpoint, durable or in memory."""
         return latest(self._repo, self._run) is not None or (
             self.memory_restore is not None and self.memory_restore.exists()
         )
 
     def hidden_by_saving(self) -> bool:
-        """Whether a fresh start here would hide checkpoints that nobody asked to be hidden."""
+        """Returns whether a fresh start here would hide checkpoints, which was not requested."""
         return self._resume_from is not None and self.exists()
 
     def claim(self) -> Attempt:
-        """Claims the run for this process and the other ranks: what was restored is the parent. If `latest` means
-        another one by then, that is restored and the run claimed anew."""
+        """Claims the run for this process and the other ranks, from what was restored. If `latest` means another
+        checkpoint by then, restores that and claims the run anew."""
         attempt = self._claim_for_all() if self._group.coordinates else self._await_claim()
         try:
             self._group.check_claim_visible(attempt)
@@ -192,15 +192,12 @@ class RunClaim:
         self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
         return attempt
 
-    def _restore_from_memory(self) -> RestoreResult | None:
-        return self.memory_restore.restore(self._prepare) if self.memory_restore is not None else None
-
     def _appeared(self) -> bool:
-        """Whether an owner that lived at the restore has died since and left something newer in memory."""
+        """Returns whether an owner that was alive at the restore has died since and left a newer state in memory."""
         return self.done and self.memory_restore is not None and self.memory_restore.appeared()
 
     def _close_own(self) -> None:
-        """A notebook's cell that is run twice: the Checkpointer that it made before ends here."""
+        """Closes an earlier Checkpointer of this process, as when a notebook's cell is run twice."""
         earlier = run_registry.live((self._repo.id, run_key(self._run)))
         if earlier is not None:
             self._warn(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed")
@@ -219,14 +216,14 @@ class RunClaim:
     def _report_trouble(self, error: TenutoError) -> None:
         self._warn(f"the lease of run {self._run!r} could not be renewed: {error.message}")
 
-    def _prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
-        self._counters = Counters.of(manifest)  # before anything is touched: one that cannot be read is passed over
-        # Empty mappings take whatever the checkpoint has: positions and random states know their own form.
+    def _prepare(self, manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
+        self._counters = Counters.of(manifest)  # before anything is touched: an unreadable manifest is skipped
+        # Empty mappings accept whatever the checkpoint has: positions and random states know their own form.
         self._private = {"data": {}, "random": {}}
         prepared = match_state(
             manifest.tree,
-            told.private,
-            told.specs,
+            leaves.private,
+            leaves.specs,
             self._state,
             private_into=self._private,
             apart=self._group.world_size > 1,
