@@ -111,7 +111,7 @@ def joined(repo: Repo, record: AttemptRecord) -> Attempt:
 
 
 def announced(repo: Repo, record: bytes) -> Attempt:
-    """Returns the attempt that rank 0 has claimed and announced. Raises CorruptionError for what is no record of one."""
+    """Returns the attempt that rank 0 has claimed and announced. Raises CorruptionError for what is no attempt."""
     found = canonical_json.loads(record)
     return joined(repo, decode_attempt(record, str(found["run"]), int(found["attempt"])))
 
