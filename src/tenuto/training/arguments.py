@@ -181,7 +181,7 @@ def strategy(writers: object) -> Strategy:
 
 
 def count(value: object, what: str, least: int = 0) -> int:
-    """`value` as a whole number of at least `least`."""
+    """Returns `value` if it is a whole number of at least `least`; else raises UsageError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(
             f"{what} takes a whole number of at least {least}, not {value!r}",
@@ -216,12 +216,12 @@ class ArgumentAliases:
 
     @property
     def given(self) -> list[str]:
-        """As a user writes them."""
+        """The names with their values, as a user writes them."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return [f"{name}={value!r}" for name, value in values if value is not None]
 
     def policies(self, save: SavePolicy | None, kept: KeepPolicy | None) -> tuple[SavePolicy | None, KeepPolicy | None]:
-        """`save` and `keep` as they are where none of the names was given, else what the names mean.
+        """Returns `save` and `keep` unchanged if none of the names was given, else what the names mean.
 
         Raises PolicyConflict where they contradict each other or `keep`.
         """
@@ -284,7 +284,7 @@ class ArgumentAliases:
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Each metric as a float (a tensor of one element too). UsageError names one that is no number."""
+    """Returns each metric as a float (a tensor of one element too). UsageError names one that is no number."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
         try:
@@ -301,7 +301,7 @@ def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def tag_names(tag: str | Iterable[str] | None) -> list[str]:
-    """The tags, each once. UsageError names one that cannot be a tag."""
+    """Returns the tags, each once. UsageError names one that cannot be a tag."""
     if tag is None:
         return []
     if not isinstance(tag, (str, list, tuple, set, frozenset)):
