@@ -62,7 +62,7 @@ class Repository:
         return newest.step if newest is not None else None
 
     def tags(self) -> dict[str, CheckpointId]:
-        """Returns every tag of every run, and the checkpoint that it names. Raises CorruptionError if one is damaged."""
+        """Returns the tags of all runs, and the checkpoint of each. Raises CorruptionError if one is damaged."""
         return list_tags(self.repo)
 
     def tag(self, name: str, step: int | str | CheckpointId = "latest", run: str = "main") -> CheckpointId:

@@ -40,7 +40,7 @@ from tenuto.training.arguments import Settings
 from tenuto.training.exit_status import ExitStatus
 from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, UnloggedMetrics
 from tenuto.training.retention_worker import RetentionWorker
-from tenuto.training.stats import HoldUps, SaveTotals, Stats
+from tenuto.training.stats import SaveTotals, Stats
 
 # --------------------------------------------------------------------------------------------------
 # Whether a save that is due may be taken: at once, when one before has ended, or not at all.
@@ -205,7 +205,6 @@ class RunSaver:
         self._notes = DeferredNotes(repo, warn=self.warn)
         self._unlogged = UnloggedMetrics(settings.save, self.warn)
         self._saved_metrics = SavedMetrics(settings.save)
-        self.hold_ups = HoldUps()
         self.totals = SaveTotals()
         self.first_step = 0
         """The step that training in this process began at."""
@@ -264,9 +263,9 @@ class RunSaver:
             last_saved_step=self.last.step if self.last is not None else None,
             last_saved_s=self._last_saved_s,
             saved=self._saved_metrics.metrics(),
-            stalls_s=self.hold_ups.stalls_s,
-            stalled_s=self.hold_ups.stalled_s,
-            persist_s=self.hold_ups.persist_s,
+            stalls_s=self.totals.stalls_s,
+            stalled_s=self.totals.stalled_s,
+            persist_s=self.totals.persist_s,
             waits=waits,
         )
         return self.group.decide(self._divided_policy, moment, history, self._torn)
@@ -298,7 +297,7 @@ class RunSaver:
         except (DeadlineExceeded, RanksError) as error:
             save = handle or self.saver.plan_save(step, reason=about.reason)
             self.totals.take(save, due_s)
-            self.hold_ups.add(save, time.monotonic() - due_s)
+            self.totals.hold(save, time.monotonic() - due_s)
             return self._not_taken(save, error)
         if waited_s is None:
             self.totals.skip(time.monotonic() - due_s)
@@ -325,7 +324,7 @@ class RunSaver:
             self.memory.not_saved(step)
         self.last = save
         self._saved_metrics.add(save, about.metrics)
-        self.hold_ups.add(save, time.monotonic() - due_s)
+        self.totals.hold(save, time.monotonic() - due_s)
         return save
 
     def _report_standstill(self) -> None:
@@ -351,7 +350,7 @@ class RunSaver:
 
     def stats(self) -> Stats:
         """Returns what saving has done and cost so far. No I/O."""
-        return self.totals.stats(self.hold_ups.stalled_s, self.memory)
+        return self.totals.stats(self.memory)
 
     def wait(self, timeout: float | None) -> None:
         """Waits for all saves in flight, notes and retention. Raises DeadlineExceeded after `timeout` seconds; without

@@ -17,50 +17,6 @@ if TYPE_CHECKING:
     from tenuto.engine.memory_tier.cadence import MemoryCadence
 
 
-RECENT: Final = 5
-"""Saves by whose cost that of the next one is estimated."""
-
-
-class HoldUps:
-    """Sums the time for which the saves of one process blocked training, waiting included. A fence is waited for after
-    the save has returned, so its part is read from the handle each time."""
-
-    def __init__(self) -> None:
-        self._recent: deque[tuple[Save, float]] = deque(maxlen=RECENT)
-        self._before_s = 0.0
-        self._persist_s = 0.0
-
-    def add(self, save: Save, held_s: float) -> None:
-        """Adds a save. `held_s`: from when it was due until training continued."""
-        if len(self._recent) == RECENT:
-            oldest, held = self._recent[0]
-            self._before_s += held + oldest.fence_s
-        self._recent.append((save, held_s))
-
-    @property
-    def stalls_s(self) -> list[float]:
-        """Those of the last few saves, oldest first."""
-        return [held + save.fence_s for save, held in self._recent]
-
-    @property
-    def stalled_s(self) -> float:
-        """The sum over all saves."""
-        return self._before_s + sum(self.stalls_s)
-
-    @property
-    def persist_s(self) -> float:
-        """How long writing a save takes: from begin to commit of the last committed one, or so far of the one that is
-        being written, where that is more."""
-        now, so_far = time.monotonic(), 0.0
-        for save, _ in reversed(self._recent):
-            if save.committed:
-                self._persist_s = save.seconds
-                break
-            if not save.done and save.begun_s is not None:
-                so_far = max(so_far, now - save.begun_s)
-        return max(self._persist_s, so_far)
-
-
 ROWS: Final = (
     ("training held", "held_s"),
     ("  look at the state", "look_s"),
@@ -211,6 +167,8 @@ def speed(bandwidth: float | None) -> str:
 
 RECENT_SAVES: Final = 50
 """Committed saves of which the medians are."""
+RECENT_STALLS: Final = 5
+"""Saves by whose cost that of the next one is estimated."""
 
 
 class SaveTotals:
@@ -224,6 +182,10 @@ class SaveTotals:
         self._delayed_s = 0.0
         self._held_s = 0.0
         """The time for which skipped saves blocked training."""
+        self._stalled_before_s = 0.0
+        """The time for which the saves before those in `_stalls` blocked it."""
+        self._stalls: deque[tuple[Save, float]] = deque(maxlen=RECENT_STALLS)
+        self._persist_s = 0.0
         self._in_flight: list[tuple[Save, float]] = []
         self._timings: deque[Timing] = deque(maxlen=RECENT_SAVES)
         self._ranks: RankTimings | None = None
@@ -252,8 +214,38 @@ class SaveTotals:
         self._delayed += 1
         self._delayed_s += seconds
 
-    def stats(self, held_s: float, memory: MemoryCadence | None) -> Stats:
-        """Returns the stats. `held_s`: how long the saves that were taken have blocked training."""
+    def hold(self, save: Save, held_s: float) -> None:
+        """Adds the time for which a save blocked training, from when it was due until training continued. A fence is
+        waited for after that, so its part is read from the handle each time."""
+        if len(self._stalls) == RECENT_STALLS:
+            oldest, held = self._stalls[0]
+            self._stalled_before_s += held + oldest.fence_s
+        self._stalls.append((save, held_s))
+
+    @property
+    def stalls_s(self) -> list[float]:
+        """How long each of the last few saves blocked training, oldest first."""
+        return [held + save.fence_s for save, held in self._stalls]
+
+    @property
+    def stalled_s(self) -> float:
+        """How long all saves that were taken blocked it."""
+        return self._stalled_before_s + sum(self.stalls_s)
+
+    @property
+    def persist_s(self) -> float:
+        """How long writing a save takes: from begin to commit of the last committed one, or so far of the one that is
+        being written, where that is more."""
+        now, so_far = time.monotonic(), 0.0
+        for save, _ in reversed(self._stalls):
+            if save.committed:
+                self._persist_s = save.seconds
+                break
+            if not save.done and save.begun_s is not None:
+                so_far = max(so_far, now - save.begun_s)
+        return max(self._persist_s, so_far)
+
+    def stats(self, memory: MemoryCadence | None) -> Stats:
         self._settle()
         now = time.monotonic()
         until = now if self._ended_s is None else self._ended_s
@@ -270,7 +262,7 @@ class SaveTotals:
             delayed_in_memory=memory.delayed if memory is not None else 0,
             fence_in_memory_s=memory.fence_s if memory is not None else 0.0,
             cpu_in_memory_s=memory.cpu_s if memory is not None else 0.0,
-            held_s=held_s + self._held_s + (memory.held_s if memory is not None else 0.0),
+            held_s=self.stalled_s + self._held_s + (memory.held_s if memory is not None else 0.0),
             elapsed_s=until - self._began_s if self._began_s is not None else 0.0,
             last=self._timings[-1] if self._timings else None,
             usual=medians(self._timings) if self._timings else None,
