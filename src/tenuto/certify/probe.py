@@ -108,7 +108,7 @@ VARIABLE: Final = CERTIFY_VARIABLE
 class CertifyOrder:
     """The order for one run of the script.
 
-    where: the store that the script is told to use, and must not touch.
+    where: the store that the script names, and must not touch.
     scratch: the store that it gets instead.
     trail: the file for its steps, of rank 0 (`trail_of`: of each rank).
     save_at: the step to save, and to be killed after; None saves nothing.

@@ -195,8 +195,7 @@ def count(value: object, what: str, least: int = 0) -> int:
 # Names that users of other libraries know, as policies.
 #
 # `save_top_k`, `monitor`, `mode` and `save_last` mean what they mean to Lightning's ModelCheckpoint, `max_to_keep`
-# what it means to Orbax's CheckpointManager. What `latest` means is kept whatever they say: a run has to go on from
-# something.
+# what it means to Orbax's CheckpointManager. What `latest` means always stays: a run has to resume from something.
 
 SAYS = (
     "save_top_k=k with monitor= keeps the k best, save_top_k=-1 all, save_last=True or save_top_k=1 alone the last, "

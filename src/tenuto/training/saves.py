@@ -54,7 +54,7 @@ class SaveAdmission:
 
     skip: a save that is due while as many as may be are in flight is skipped. The coordinator decides that for all
         ranks, since each would find its own writer at work, or just done.
-    missed: called with the step of a save that other ranks take and this one does not, so that nobody waits for it.
+    missed: called with the step of a save that other ranks take and this one does not, so that none waits for it.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Stats:
     """What saving has done and cost since this process began to train. `str` is a table.
 
     Ages are those of the states themselves, in seconds: training that a crash would lose now. A checkpoint that
-    training went on from counts as made when it did. After `close` the ages go on, the rest stands.
+    training resumed from counts as made at the resume. After `close` the ages still increase, the rest stays.
     """
 
     taken: int = 0
@@ -54,7 +54,7 @@ class Stats:
     skipped: int = 0
     """Saves that were due and not taken, for as many as may be in flight were still being written."""
     delayed: int = 0
-    """Saves that had to wait until one before was written, `delayed_s` seconds together."""
+    """Saves that had to wait until one before was written, `delayed_s` seconds in all."""
     delayed_s: float = 0.0
     kept_in_memory: int = 0
     """States that were sealed in memory between saves."""
@@ -65,8 +65,8 @@ class Stats:
     fence_in_memory_s: float = 0.0
     """How long updates waited for copies of states in memory, where these are fenced."""
     cpu_in_memory_s: float = 0.0
-    """Processor time that states in memory took beside training: copying behind a fence, digesting, sealing. Saves to
-    the store tell their own."""
+    """Processor time that states in memory took in the background: copying behind a fence, digesting, sealing. Saves to
+    the store have their own."""
     held_s: float = 0.0
     """How long training was held altogether: by saves, states in memory, and waiting."""
     elapsed_s: float = 0.0
