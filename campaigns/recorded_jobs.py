@@ -20,6 +20,7 @@ import numpy as np
 from campaigns.simulated_processes import Processes, simulated
 from tenuto.codec.chunk_map import chunk_starts
 from tenuto.codec.digest import digest
+from tenuto.concurrency.deadlines import Clock
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
@@ -36,7 +37,6 @@ from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim
 from tenuto.repo.ownership.lease import Lease
 from tenuto.repo.ownership.owner_watch import OwnerWatch
-from tenuto.repo.process import MonotonicClock
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
 from tenuto.state.encode.flattener import flatten
@@ -84,8 +84,8 @@ class Faster:
         self._now += 5.0
         return self._now
 
-    def clock(self) -> MonotonicClock:
-        return MonotonicClock(self.now, lambda seconds: None)
+    def clock(self) -> Clock:
+        return Clock(self.now, lambda seconds: None)
 
 
 @dataclass

@@ -79,7 +79,7 @@ def _wait_for_ever(self: RunSaver, timeout: float | None) -> None:
 
 def _told_at_once(self: RunSaver, error: TenutoError) -> None:
     """As if `on_error` were always "raise"."""
-    self._exit_status.fail(error.message)
+    self.exit_status.fail(error.message)
     with self.lock:
         self._failure = error
 

@@ -255,7 +255,7 @@ def _end(process: int) -> None:
     """The process is gone, with what it held."""
     _processes.end(process)
     run_registry._live.clear()
-    exit_status._ending.standing.clear()
+    exit_status._ending.failures.clear()
     exit_status._ending.closers.clear()
 
 

@@ -220,7 +220,7 @@ def _rounds_by_writer(stack: ExitStack) -> list[int]:
 
 
 def _standing(ckpt: Checkpointer, steps: list[int], *, failed: bool) -> list[str]:
-    failure = "; ".join(exit_status._ending.standing.values()) or None
+    failure = "; ".join(exit_status._ending.failures.values()) or None
     if failed and failure is None:
         return ["a save failed, and the exit status would be 0"]
     if not failed and failure is not None:
@@ -308,7 +308,7 @@ def run_here(kind: str, root: Path, some: int) -> list[Filled]:
         except (TenutoError, OSError, CheckpointNotFound) as error:
             filled.violations.append(f"the training itself ended with {error!r}")
         finally:
-            exit_status._ending.standing.clear()
+            exit_status._ending.failures.clear()
             subprocess.run(["umount", "-l", str(root)], check=True)
         done.append(filled)
     disk = _mounted(kind, root)

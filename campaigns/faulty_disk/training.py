@@ -138,7 +138,7 @@ class Training:
         with self._phase("close"):
             ckpt.close(self.patience_s)
         told.closed = True
-        told.exit_failure = "; ".join(exit_status._ending.standing.values()) or None
+        told.exit_failure = "; ".join(exit_status._ending.failures.values()) or None
 
     def _step(self, ckpt: Checkpointer, step: int) -> None:
         """One step: saved beside training by the policy at even steps, at once at the first odd one. Then a note of a

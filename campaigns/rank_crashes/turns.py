@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
-from tenuto.ranks.contract import Clock
+from tenuto.concurrency.deadlines import Clock
 from tenuto.testing.layers import Killed
 
 R = TypeVar("R")

@@ -226,11 +226,11 @@ def simulated_world(seed: int) -> Iterator[World]:
     with ExitStack() as stack:
         world = World()
         stack.enter_context(quiet(world.processes, seed))
-        stack.enter_context(mock.patch.object(owner_watch, "MonotonicClock", lambda: Faster().clock()))
+        stack.enter_context(mock.patch.object(owner_watch, "Clock", lambda: Faster().clock()))
         threading.excepthook = hook
-        standing = dict(exit_status._ending.standing)
+        standing = dict(exit_status._ending.failures)
         try:
             yield world
         finally:
             threading.excepthook = loud
-            exit_status._ending.standing = standing  # saves failed here on purpose
+            exit_status._ending.failures = standing  # saves failed here on purpose

@@ -19,7 +19,7 @@ from tenuto.engine.read.sharded_reader import ShardedReader
 from tenuto.engine.save.job import Job as SaveJob
 from tenuto.events import Event, RestoredEvent
 from tenuto.policy import every
-from tenuto.telemetry.sentences import sentence
+from tenuto.telemetry.log import sentence
 
 SLOW_S = 0.5
 

@@ -85,7 +85,7 @@ def test_what_does_not_fail_is_committed_in_order_and_as_it_was(todo: list[Step]
                 most = max(most, len(saver.in_flight))
                 assert budget is None or sum(buffer.memory.nbytes for buffer in buffers) <= budget
             store.let_go()
-    exit_status._ending.standing.clear()
+    exit_status._ending.failures.clear()
     assert most <= k
     wanted = [number for number in range(1, len(todo) + 1) if number not in failing]
     found = tenuto.Repository(MemoryStore(name))

@@ -1,4 +1,4 @@
-"""A checkpoint opened for looking into it: nothing is read but what is asked for."""
+"""Opens a checkpoint for inspection; reads only what is requested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tenuto.api.redirection import redirected
 from tenuto.engine.read.choose import choose, exactly
 from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.outline import Outline, read_outline
@@ -28,14 +27,11 @@ from tenuto.state.contract import Buffer
 from tenuto.state.restore.rebuild import plain
 from tenuto.state.tree import LEAVES, NOTHING, OWN, PRIVATE, kind_of, leaves_below, node_at, plain_paths
 from tenuto.store.contract import Where
-from tenuto.store.registry import open_store
+from tenuto.store.registry import open_store, redirected
 
 if TYPE_CHECKING:
     import torch
 
-
-# --------------------------------------------------------------------------------------------------
-# One leaf of an opened checkpoint: what it is, and its values when they are asked for.
 
 Array = np.ndarray[Any, Any]
 
@@ -174,12 +170,12 @@ SHOWN = 8
 class Opened(Mapping[str, Leaf]):
     """One checkpoint, open for reading; a mapping of leaf paths to leaves, and a context manager.
 
-    Leaves that several ranks hold in parts are there as wholes, put together from what each has saved as it is read.
-    Tied tensors are there under each of their paths, private values of a rank below `#private`; a sparse tensor or a
-    tensor subclass is there as the dense leaves that it is made of. Other values are read by `plain`. On a local store
-    it goes on to be readable when the checkpoint is removed meanwhile.
+    A leaf that several ranks hold in parts is one leaf here, assembled from them as it is read. Tied tensors are there
+    under each of their paths, private values of a rank below `#private`; a sparse tensor or a tensor subclass is there
+    as the dense leaves that it is made of. Other values are read by `plain`. On a local store it stays readable when
+    the checkpoint is removed meanwhile.
 
-    `skipped` are damaged newer checkpoints that were passed over when "latest" was opened, each with the reason.
+    `skipped` are damaged newer checkpoints that were skipped when "latest" was opened, each with the reason.
     """
 
     def __init__(
@@ -222,7 +218,7 @@ class Opened(Mapping[str, Leaf]):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """As logged with the step."""
+        """The metrics logged with the step."""
         return self._manifest.metrics
 
     @property
@@ -232,7 +228,7 @@ class Opened(Mapping[str, Leaf]):
 
     @property
     def certificate(self) -> Mapping[str, Json]:
-        """What a resume from it covers, and what could make it inexact."""
+        """The record of what a resume from it covers, and of what could make it inexact."""
         return self._manifest.certificate
 
     @property
@@ -248,7 +244,7 @@ class Opened(Mapping[str, Leaf]):
     # -- leaves ------------------------------------------------------------------------------------------------
 
     def __getitem__(self, path: str) -> Leaf:
-        """LeafNotFound (a KeyError) naming what lies there instead, or near it."""
+        """Returns the leaf at `path`. LeafNotFound (a KeyError) names what is there instead, or near it."""
         found = self._outline.find(path) if isinstance(path, str) else None
         if found is None:
             raise self._not_a_leaf(path)
@@ -267,7 +263,7 @@ class Opened(Mapping[str, Leaf]):
     # -- plain values ------------------------------------------------------------------------------------------
 
     def plain(self, path: str = "") -> Any:
-        """The plain value at `path`: a number, text, bytes, or a whole list or dict of such.
+        """Returns the plain value at `path`: a number, text, bytes, or a list or dict of such.
 
         As `tenuto.load` without a target gives it, so a value of a class of yours is a `tenuto.Tagged`. StateError
         where tensors lie at the path or below it, LeafNotFound where nothing does.
@@ -292,18 +288,18 @@ class Opened(Mapping[str, Leaf]):
         return plain(node)
 
     def plain_paths(self) -> list[str]:
-        """The path of every plain value; a list or dict of them is told by its entries."""
+        """Returns the path of every plain value; of a list or dict of them, those of its entries."""
         return [path for tree in self._outline.trees() for path in plain_paths(tree)]
 
     def node(self, path: str = "") -> Json:
-        """The node at `path` as the checkpoint's tree has it (docs/design/format.md, section 7). LeafNotFound."""
+        """Returns the node at `path` of the checkpoint's tree (docs/design/format.md, section 7), or raises."""
         found = self._node(path)
         if found is NOTHING:
             raise self._not_a_leaf(path)
         return found
 
     def specs(self, path: str = "") -> Sequence[LeafSpec]:
-        """The leaves by the numbers that the nodes at and below `path` have."""
+        """Returns the leaves by the numbers that the nodes at and below `path` have."""
         shared, every = self._outline.shared, self._outline.specs()
         private = path == PRIVATE or path.startswith(f"{PRIVATE}/")
         return every[shared:] if private else every[:shared]
@@ -331,7 +327,7 @@ class Opened(Mapping[str, Leaf]):
         return LeafNotFound(message, subject=str(path), hint=hint)
 
     def close(self) -> None:
-        """Lets go of the packs. Reading afterwards is a UsageError; what was read stays as it is."""
+        """Closes the packs. Reading afterwards raises UsageError; values that were read stay valid."""
         self._finalizer()
 
     def __enter__(self) -> Opened:
@@ -360,17 +356,17 @@ def open(
     rank: int | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Opened:
-    """Opens a checkpoint for looking into it, without restoring it: `with tenuto.open(where) as opened: …`.
+    """Opens a checkpoint for inspection, without restoring it: `with tenuto.open(where) as opened: …`.
 
     `step` is a number, "latest", a tag, or a whole identity. Reads the manifest and the index, not the leaves. For
-    "latest", checkpoints whose manifest or index is damaged, or whose packs are missing or cut, are passed over like in
-    a restore. Nothing is written or claimed.
+    "latest", checkpoints whose manifest or index is damaged, or whose packs are missing or cut, are skipped as in a
+    restore. Nothing is written or claimed.
 
-    Of a checkpoint that several ranks have saved every leaf is there, whoever has which part of it. What belongs to one
-    rank alone is there for `rank`; where a single one has saved, that one's is there anyhow.
+    A checkpoint that several ranks have saved has every leaf, whichever rank has which part of it. Values that belong
+    to one rank are those of `rank`; of a checkpoint of a single rank they are always there.
 
-    Raises NotARepository, RunNotFound, CheckpointNotFound, NothingRestorable, CorruptionError, and UsageError where
-    there is no such rank.
+    Raises NotARepository, RunNotFound, CheckpointNotFound, NothingRestorable, CorruptionError, and UsageError if there
+    is no such rank.
     """
     emitter = Emitter.of(sinks)
     repo = Repo.open(open_store(redirected(where)))

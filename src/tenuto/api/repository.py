@@ -1,10 +1,9 @@
-"""The operator's view of a repository: what is there, whether it is whole, and taking things out of it."""
+"""The operator's view of a repository: what it holds, whether that is complete, and how to remove some of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tenuto.api.redirection import redirected
 from tenuto.engine.read.choose import Checkpoint
 from tenuto.errors import CheckpointNotFound, typed
 from tenuto.events import Emitter, Sink
@@ -16,11 +15,11 @@ from tenuto.repo.notes import notes
 from tenuto.repo.refs import check_tag, clear_ref, find_tag, is_damaged, is_name, list_tags, put_ref
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Where
-from tenuto.store.registry import open_store
+from tenuto.store.registry import open_store, redirected
 
 
 class Repository:
-    """A repository, opened for looking at. Raises NotARepository (naming the nearest one), FormatTooNew, StoreError."""
+    """A repository, opened for inspection. Raises NotARepository (naming the nearest one), FormatTooNew, StoreError."""
 
     def __init__(self, where: Where, *, sinks: Sequence[Sink] = ()) -> None:
         self.repo = Repo.open(open_store(redirected(where)))
@@ -38,15 +37,15 @@ class Repository:
         return self.repo.runs()
 
     def latest(self, run: str = "main") -> CheckpointId | None:
-        """The checkpoint that `latest` means now, or None."""
+        """Returns the checkpoint that `latest` means now, or None."""
         return latest(self.repo, run)
 
     def walk(self, run: str = "main") -> Iterator[CheckpointId]:
-        """The line of training that leads to `latest`, newest first."""
+        """Yields the line of training that leads to `latest`, newest first."""
         return walk(self.repo, run)
 
     def checkpoints(self, run: str = "main") -> list[CheckpointId]:
-        """Every committed checkpoint of the run, on the line of training or left behind, newest first."""
+        """Returns every committed checkpoint of the run, on the line of training or left behind, newest first."""
         return [
             CheckpointId(run, attempt, step)
             for attempt in reversed(self.repo.attempts(run))
@@ -54,29 +53,29 @@ class Repository:
         ]
 
     def find(self, run: str = "main", step: int | str = "latest") -> CheckpointId:
-        """The checkpoint of a step or a tag. RunNotFound and CheckpointNotFound name what there is instead."""
+        """Returns the checkpoint of a step or a tag. RunNotFound and CheckpointNotFound name what there is instead."""
         return resolve(self.repo, run, step)
 
     def latest_step(self, run: str = "main") -> int | None:
-        """The step that `latest` means now, None if there is none. `latest` has the whole identity."""
+        """Returns the step that `latest` means now, None if there is none. `latest` has the complete identity."""
         newest = latest(self.repo, run)
         return newest.step if newest is not None else None
 
     def tags(self) -> dict[str, CheckpointId]:
-        """Every tag, of whatever run, and the checkpoint that it names. Raises CorruptionError if one is damaged."""
+        """Returns the tags of all runs, and the checkpoint of each. Raises CorruptionError if one is damaged."""
         return list_tags(self.repo)
 
     def tag(self, name: str, step: int | str | CheckpointId = "latest", run: str = "main") -> CheckpointId:
-        """Tags a checkpoint, which is kept from now on; a tag that was on another one has moved.
+        """Tags a checkpoint, which retention keeps from now on; moves a tag that was on another one.
 
-        Raises UsageError for what cannot be a tag, CheckpointNotFound if the checkpoint is not there or going.
+        Raises UsageError for what cannot be a tag, CheckpointNotFound if the checkpoint is not there or being removed.
         """
         check_tag(name)
         return put_ref(self.repo, "tag", name, resolve(self.repo, run, step)).id
 
     def untag(self, name: str) -> CheckpointId | None:
-        """Takes the tag off, and returns the checkpoint that it was on; None where the tag is damaged, and nobody can
-        tell. CheckpointNotFound if there is no such tag."""
+        """Removes the tag, and returns the checkpoint that it was on; None if the tag is damaged. Raises
+        CheckpointNotFound if there is no such tag."""
         damaged = is_name(name) and is_damaged(self.repo, "tag", name)
         found = None if damaged else find_tag(self.repo, name)
         if found is None and not damaged:
@@ -95,14 +94,14 @@ class Repository:
         return self.repo.manifest(id)
 
     def certificate(self, id: CheckpointId) -> Mapping[str, Json]:
-        """What a resume from it covers, and what could make it inexact."""
+        """Returns the record of what a resume from it covers, and of what could make it inexact."""
         return self.repo.manifest(id).certificate
 
     def notes(self, id: CheckpointId) -> list[Note]:
         return notes(self.repo, id)
 
     def metrics(self, id: CheckpointId) -> dict[str, float]:
-        """As logged with the step and as noted later, the later one counting."""
+        """Returns the metrics logged with the step and noted later; the later value counts."""
         return with_notes(self.repo.manifest(id).metrics, self.notes(id))
 
     def __repr__(self) -> str:

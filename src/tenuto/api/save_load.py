@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tenuto.api.redirection import redirected
 from tenuto.concurrency.deadlines import seconds
 from tenuto.engine.read.choose import (
     Checkpoint,
@@ -32,7 +31,7 @@ from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened, Prepared
 from tenuto.state.restore.match import match_state
 from tenuto.store.contract import Where
-from tenuto.store.registry import open_store
+from tenuto.store.registry import open_store, redirected
 
 # What only saves and only several ranks need is imported where it is used: a process that loads once pays for neither.
 if TYPE_CHECKING:
@@ -46,15 +45,15 @@ Pattern = str | re.Pattern[str]
 _attempts: dict[run_registry.Key, tuple[Attempt, int]] = {}
 """The attempts that one-off saves of this process have claimed, and the last step of each."""
 _loaded: dict[run_registry.Key, CheckpointId] = {}
-"""What this process last loaded from each run: the parent of its next attempt."""
+"""The checkpoint that this process last loaded from each run: the parent of its next attempt."""
 _saving: dict[run_registry.Key, threading.Lock] = {}
-"""Held by a save of the run while it lasts. The tables themselves need no lock: each is read and written in single
+"""Locked by a save of the run while it lasts. The tables themselves need no lock: each is read and written in single
 steps of the interpreter. So no load ever waits for a save, which may last as long as its store hangs."""
 
 
 def _forget() -> None:
-    """The attempts are the parent's, and a child claims one of its own; the locks may be held by threads that a child
-    has not."""
+    """Clears the tables in a forked child: the attempts are its parent's, and threads that it lacks may hold the
+    locks."""
     _attempts.clear()
     _saving.clear()
 
@@ -75,10 +74,10 @@ def save(
 ) -> Checkpoint:
     """Saves `state` and returns once it is committed. `step=None` is the one after `latest`.
 
-    Everything is kept. In a job of several processes (torch.distributed is initialised, or `ranks` tells of them) every
-    rank calls it with its own part of the state, and one checkpoint is made of all; `ranks_timeout` is for how many
-    seconds they wait for one that does not come. One that saves by itself there passes `ranks=tenuto.Solo()`. What
-    several ranks hold is written by all of them, or as `writers` says (see Checkpointer).
+    Nothing is removed. In a job of several processes (torch.distributed is initialised, or `ranks` names them) every
+    rank calls it with its own part of the state, and one checkpoint is made of all; `ranks_timeout` is how many seconds
+    they wait for one that is missing. A rank that saves by itself there passes `ranks=tenuto.Solo()`. What several
+    ranks hold is written by all of them, or as `writers` says (see Checkpointer).
 
     Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live process owns the run
     (UsageError if a Checkpointer of this one trains it), errors of the store, and of several ranks RanksMissing,
@@ -145,34 +144,36 @@ def _saved(
 
 
 def _attempt(repo: Repo, run: str, key: run_registry.Key, step: int | None) -> tuple[Attempt, int]:
-    """This process's attempt for the run if `step` lies above its last one and nobody has claimed since; else a new
-    one, which goes on from what an owner that it waited for has committed at its end. Either holds the run until it is
-    released."""
-    from tenuto.repo.ownership.claim import CLAIMS, claim_for_maintenance
+    """Returns this process's attempt for the run if `step` lies above its last one and no other process has claimed the
+    run since; else a new one, claimed from what an owner that it waited for has committed at its end. Either owns the
+    run until it is released."""
+    from tenuto.repo.ownership.claim import claim_newest
 
     withdrawn: set[int] = set()
-    for _ in range(CLAIMS):
+    newest = latest(repo, run)
+
+    def number() -> int:
+        return step if step is not None else (newest.step + 1 if newest is not None else 0)
+
+    held = _attempts.get(key)
+    if held is not None and number() > held[1]:
+        try:
+            held[0].resume()
+        except Superseded:
+            pass  # another process owns the run: a new attempt
+        else:
+            return held[0], number()
+
+    def parent() -> CheckpointId | None:
+        found = _loaded.get(key, newest)
+        return found if found is None or repo.exists(found) else newest
+
+    def again() -> tuple[CheckpointId | None, CheckpointId | None]:
+        nonlocal newest
         newest = latest(repo, run, withdrawn=withdrawn)
-        number = step if step is not None else (newest.step + 1 if newest is not None else 0)
-        held = _attempts.get(key)
-        if held is not None and number > held[1]:
-            try:
-                held[0].resume()
-            except Superseded:
-                pass  # not ours any more: a new attempt it is
-            else:
-                return held[0], number
-        parent = _loaded.get(key, newest)
-        if parent is not None and not repo.exists(parent):
-            parent = newest
-        attempt = claim_for_maintenance(repo, run, newest, parent, withdrawn=withdrawn)
-        if attempt is not None:
-            return attempt, number
-    raise Superseded(
-        f"another process keeps committing to run {run!r} while this one saves to it",
-        subject=run,
-        hint=typed("tenuto", "ls", repo.url, "--run", run),
-    )
+        return newest, parent()
+
+    return claim_newest(repo, run, newest, parent(), again=again, withdrawn=withdrawn), number()
 
 
 def load(
@@ -195,14 +196,14 @@ def load(
 
     - `step`: a step, "latest", a tag, or attempt/step such as "a0007/500".
     - `strict`: every leaf of `into` is found with equal shape and dtype, and nothing is left over inside an entry that
-      `into` names. Entries of the checkpoint that it does not name are left aside, and reported.
+      `into` names. Entries of the checkpoint that it does not name are ignored, and reported.
     - `rename`: the checkpoint's path to that of `into`: a mapping of prefixes, or a callable.
     - `include`, `exclude`: globs over the paths that `rename` leads to, each standing for what is below it as well, or
       compiled expressions.
     - `device`: where tensors that are made anew go.
-    - `ranks`, `ranks_timeout`: in a job of several processes (torch.distributed is initialised, or `ranks` tells of
-      them) every rank calls it, all get the same checkpoint, each what its own `into` holds of it, and any number of
-      ranks may have saved it. `ranks=tenuto.Solo()` reads by itself there.
+    - `ranks`, `ranks_timeout`: in a job of several processes (torch.distributed is initialised, or `ranks` names them)
+      every rank calls it, all get the same checkpoint, each what its own `into` holds of it, and any number of ranks
+      may have saved it. `ranks=tenuto.Solo()` reads by itself there.
 
     Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch;
     of several ranks also RanksMissing, RanksDisagree and RankFailed.
@@ -211,11 +212,11 @@ def load(
     patience_s = seconds(ranks_timeout, "ranks_timeout=")
     ranks = ranks or initialised() or Solo()
 
-    def match(manifest: Manifest, told: CheckpointLeaves) -> Prepared:
+    def match(manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
         return match_state(
             manifest.tree,
-            told.private,
-            told.specs,
+            leaves.private,
+            leaves.specs,
             into,
             strict=strict,
             include=include,
@@ -244,7 +245,7 @@ def load(
 
 
 def _found(repo: Repo, run: str, result: RestoreResult | None) -> RestoreResult:
-    """CheckpointNotFound where the run has none."""
+    """Returns `result`; raises CheckpointNotFound if the run has no checkpoint."""
     if result is None:
         resolve(repo, run, "latest")  # raises, naming what there is
         raise CheckpointNotFound(

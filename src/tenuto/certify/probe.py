@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
-from tenuto.certify.trail import Row
+from tenuto.certify.verdict import Row
 from tenuto.codec.digest import digest
 from tenuto.errors import TenutoError, UsageError, typed
 from tenuto.model import canonical_json
 from tenuto.model.records import Json, Owner
 from tenuto.policy import keep
-from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Moment, SaveHistory, SavePolicy
 from tenuto.repo.process import judge, this_process
 from tenuto.state.contract import Flattened
@@ -32,9 +31,10 @@ from tenuto.state.frameworks import type_name
 from tenuto.state.position.positions import has_state
 from tenuto.state.tree import ROOT, children, kind_of, walk
 from tenuto.store.contract import Where
-from tenuto.store.registry import CERTIFY_VARIABLE, open_store
+from tenuto.store.registry import CERTIFY_VARIABLE, broken_order, certify_order, open_store, same_store
 
 if TYPE_CHECKING:
+    from tenuto.training.arguments import Settings
     from tenuto.training.snapshot import Snapshots
     from tenuto.training.training_session import TrainingSession
 
@@ -108,7 +108,7 @@ VARIABLE: Final = CERTIFY_VARIABLE
 class CertifyOrder:
     """The order for one run of the script.
 
-    where: the store that the script is told to use, and must not touch.
+    where: the store that the script names, and must not touch.
     scratch: the store that it gets instead.
     trail: the file for its steps, of rank 0 (`trail_of`: of each rank).
     save_at: the step to save, and to be killed after; None saves nothing.
@@ -131,15 +131,10 @@ class CertifyOrder:
 
     def means(self, where: Where) -> bool:
         """Returns whether `where` is the redirected store."""
-        return same_place(where, self.where)
+        return same_store(where, self.where)
 
     def orphaned(self) -> bool:
         return judge(self.owner) == "dead"
-
-
-def same_place(one: Where, other: Where) -> bool:
-    """Returns whether both name one store. Opening touches nothing."""
-    return open_store(one).url.rstrip("/") == open_store(other).url.rstrip("/")
 
 
 def order_of(where: str, scratch: str, trail: str, *, last: int, save_at: int | None) -> CertifyOrder:
@@ -148,18 +143,13 @@ def order_of(where: str, scratch: str, trail: str, *, last: int, save_at: int | 
 
 def current_order(environment: Mapping[str, str] | None = None) -> CertifyOrder | None:
     """Returns the order for this process; None outside `certify`. Raises UsageError if it cannot be parsed."""
-    text = (os.environ if environment is None else environment).get(VARIABLE)
-    if not text:
+    found = certify_order(environment)
+    if found is None:
         return None
     try:
-        found: dict[str, Any] = json.loads(text)
         return CertifyOrder(**{**found, "owner": Owner(**found["owner"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"{VARIABLE} is set and says nothing that can be understood: {error}",
-            subject=VARIABLE,
-            hint=f"unset {VARIABLE}: only `tenuto certify` sets it, for what it runs",
-        ) from None
+    except (TypeError, KeyError) as error:
+        raise broken_order(error) from None
 
 
 # The script's side: it records its steps in a file, saves on order, and exits in time.
@@ -365,61 +355,58 @@ class CertifyProbe:
         self._order = order
         self._trail_writer = TrailWriter(order, rank, world_size)
         self._batches: list[str | None] = []
-        self.policy: SavePolicy = AtStep(order.save_at)
-        self.keep: KeepPolicy = keep.latest(1)
 
-    def place(self, where: Where, run: str) -> str:
-        """Returns the scratch store that replaces `where`. Raises UsageError if the script uses another store."""
+    def replace(self, where: Where, settings: Settings) -> tuple[Where, Settings]:
+        """Returns the scratch store, and settings that save on order. Raises UsageError if the script uses another
+        store than the one that is certified."""
         if not self._order.means(where):
             raise self._trail_writer.refuse(
                 f"its Checkpointer is for {open_store(where).url}, and not for the WHERE that was given",
                 f"{typed('tenuto', 'certify', where)} -- …",
             )
-        self._trail_writer.begin(self._order.where, run)
-        return self._order.scratch
+        self._trail_writer.begin(self._order.where, settings.run)
+        save = AtStep(self._order.save_at)
+        return self._order.scratch, dataclasses.replace(
+            settings, save=save, keep=keep.latest(1), on_busy="wait", on_error="raise", memory=None
+        )
 
-    def attach(self, training: TrainingSession, snapshots: Snapshots, covered: tuple[Any, ...]) -> None:
-        """Follows `training` from now on; `covered`: its state and its data."""
+    def attach(self, session: TrainingSession, snapshots: Snapshots, covered: tuple[Any, ...]) -> None:
+        """Begins to follow `session`; `covered`: its state and its data."""
+        self._session = session
         self._snapshots = snapshots
         self._covered = covered
-        training.on_step = self._completed
-        training.claiming.on_restored = lambda: self._record_row(training, start=True)
-        training.position.on_batch = self._batch_given
 
-    def _batch_given(self, batch: Any) -> None:
+    def batch_given(self, batch: Any) -> None:
         self._batches.append(mark_of(batch))
 
-    def _record_row(self, training: TrainingSession, *, start: bool = False) -> None:
-        counters = training.position.counters
+    def restored(self) -> None:
+        self._record_row(start=True)
+
+    def completed(self) -> None:
+        session, save_at = self._session, self._order.save_at
+        self._trail_writer.check_owner()
+        self._record_row()
+        last = session.saving.last
+        if save_at is not None and last is not None and save_at <= last.step < session.step:
+            # Training completed another step during the save. That step is lost now, as in a real kill.
+            last.wait(SAVE_DEADLINE_S)
+            self._trail_writer.await_kill(last.step)
+        if session.step >= self._order.last:
+            session.saving.group.farewell(SAVE_DEADLINE_S)  # no rank leaves while another may still need it
+            self._trail_writer.leave(
+                self._snapshots.certificate(), uncovered(self._covered), sorted(session.saving.logged)
+            )
+
+    def _record_row(self, *, start: bool = False) -> None:
+        counters = self._session.position.counters
         found = entries(self._snapshots.now())
         self._trail_writer.row(
             Row(counters.step, counters.epoch, counters.batch, found, tuple(self._batches), start),
         )
         self._batches.clear()
 
-    def _completed(self, training: TrainingSession) -> None:
-        """Runs after each step, before anything is saved for it."""
-        self._trail_writer.check_owner()
-        self._record_row(training)
-        last = training.saving.last
-        if self._order.save_at is not None and last is not None and self._order.save_at <= last.step < training.step:
-            # Training completed another step during the save. That step is lost now, as in a real kill.
-            last.wait(SAVE_DEADLINE_S)
-            self._trail_writer.await_kill(last.step)
-        if training.step >= self._order.last:
-            training.saving.group.farewell(SAVE_DEADLINE_S)  # no rank leaves while another may still need it
-            self._trail_writer.leave(
-                self._snapshots.certificate(), uncovered(self._covered), sorted(training.saving.logged)
-            )
-
 
 def certify_probe(rank: int, world_size: int) -> CertifyProbe | None:
     """Returns the probe for a rank of this process's job; None outside `tenuto certify`."""
     order = current_order()
     return CertifyProbe(order, rank, world_size) if order is not None else None
-
-
-def probed(where: Where) -> Where:
-    """Returns `where`, or under `tenuto certify` the scratch store that replaces it."""
-    order = current_order()
-    return order.scratch if order is not None and order.means(where) else where

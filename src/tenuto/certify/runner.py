@@ -16,8 +16,7 @@ from typing import Any, Final, Protocol
 import psutil  # type: ignore[import-untyped]
 
 from tenuto.certify.probe import CertifyOrder, order_of
-from tenuto.certify.trail import Row, Trail
-from tenuto.certify.verdict import ExactnessVerdict, Trails, differs, judge, worst
+from tenuto.certify.verdict import ExactnessVerdict, Row, Trail, Trails, differs, judge, worst
 from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.errors import DeadlineExceeded, ScriptFailed
 from tenuto.sharding.holdings import rank_names

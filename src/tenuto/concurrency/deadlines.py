@@ -11,12 +11,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tenuto.concurrency.worker_threads import foreground_threads
 from tenuto.errors import DeadlineExceeded, RankStoreLost, TenutoError, UsageError
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """This process's own monotonic clock, which tests replace. Clocks of two processes are never compared."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
 
 def seconds(value: object, what: str) -> float:

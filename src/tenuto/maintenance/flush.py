@@ -293,8 +293,8 @@ def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | Non
     crashpoint("image to be flushed is whole, run not yet claimed")
     try:
         # Looked at again right before the claim is put: one that commits nothing would hide what came meanwhile.
-        look = partial(_judged, repo, run, images)
-        attempt = claim(repo, run, verdict.base, wait_s=0.0, report=report, look=look)
+        judge_again = partial(_judged, repo, run, images)
+        attempt = claim(repo, run, verdict.base, wait_s=0.0, report=report, before_put=judge_again)
     except CheckpointNotFound as error:
         raise _gone_on(repo, run, error.message) from error
     try:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
 from tenuto.crashpoints import crashpoint
-from tenuto.errors import CheckpointNotFound, CorruptionError, StoreFull, Superseded, typed
+from tenuto.errors import CorruptionError, StoreFull
 from tenuto.events import Emitter, Removed
 from tenuto.maintenance.census import look_at
 from tenuto.maintenance.facts import gather_facts, relied_on
@@ -25,7 +25,7 @@ from tenuto.policy.keep import KeepPolicy, KeepVerdict
 from tenuto.repo.catalog import Catalog, Look
 from tenuto.repo.format import object_names
 from tenuto.repo.lineage import latest
-from tenuto.repo.ownership.claim import CLAIMS, Attempt, claim_for_maintenance
+from tenuto.repo.ownership.claim import Attempt, claim_newest
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import Tombstone, put_tombstone, stands, take_back
 from tenuto.repo.unfinished import notes_and_leftovers
@@ -105,26 +105,19 @@ def retain(
     """
     plan = preview(repo, run, policy)
     withdrawn: set[int] = set()
-    for _ in range(CLAIMS):
-        newest = latest(repo, run, withdrawn=withdrawn)
-        if newest is None or not plan.dropped:
-            return plan, ()
-        try:
-            attempt = claim_for_maintenance(
-                repo, run, newest, newest, withdrawn=withdrawn, wait_s=wait_s, report=report
-            )
-        except CheckpointNotFound:
-            continue
-        if attempt is None:
-            continue
-        try:
-            plan = plan_retention(repo, attempt, policy)
-            return plan, execute(repo, attempt, plan, emitter=emitter)
-        finally:
-            attempt.release()
-    raise Superseded(
-        f"others keep committing to run {run!r}", subject=run, hint=typed("tenuto", "ls", repo.url, "--run", run)
-    )
+
+    def newest() -> tuple[CheckpointId | None, CheckpointId | None]:
+        found = latest(repo, run, withdrawn=withdrawn)
+        return found, found
+
+    if not plan.dropped:
+        return plan, ()
+    attempt = claim_newest(repo, run, *newest(), again=newest, withdrawn=withdrawn, wait_s=wait_s, report=report)
+    try:
+        plan = plan_retention(repo, attempt, policy)
+        return plan, execute(repo, attempt, plan, emitter=emitter)
+    finally:
+        attempt.release()
 
 
 def _plan(

@@ -6,10 +6,11 @@ as tests what a store must guarantee.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
+
+from tenuto.concurrency.deadlines import Clock
 
 TIMEOUT_S: Final = 600.0
 """How long ranks wait by default for one that is alive: to build its Checkpointer, to come to the step that all save
@@ -104,12 +105,6 @@ class VoteResult:
 
 # --------------------------------------------------------------------------------------------------
 # Times: each rank has its own monotonic clock, which is never compared with another's.
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
 
 
 @dataclass(frozen=True, slots=True)

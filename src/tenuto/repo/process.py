@@ -11,8 +11,6 @@ import getpass
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -24,14 +22,6 @@ LivenessVerdict = Literal["dead", "alive", "unknown"]
 _LINUX: Final = sys.platform == "linux"
 _STAT: Final = "/proc/{pid}/stat"
 _DEAD_STATES: Final = frozenset("ZXx")
-
-
-@dataclass(frozen=True, slots=True)
-class MonotonicClock:
-    """This process's own monotonic clock. Clocks of two processes are never compared."""
-
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
 
 
 @dataclass(frozen=True, slots=True)

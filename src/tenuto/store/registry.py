@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from tenuto.errors import UsageError
-from tenuto.store.contract import Store
+from tenuto.store.contract import Store, Where
 from tenuto.store.local.store import LocalStore
 from tenuto.store.memory import MemoryStore
 from tenuto.store.wrappers.retry import RetryingStore
@@ -17,12 +18,12 @@ from tenuto.store.wrappers.retry import RetryingStore
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
 _PLANNED: Final = frozenset({"s3", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "http", "https"})
 CERTIFY_VARIABLE: Final = "TENUTO_CERTIFY"
-"""The environment variable by which `tenuto certify` replaces the place that a script opens (see `certify/probe`)."""
+"""The environment variable by which `tenuto certify` replaces the store that a script names (see `certify/probe`)."""
 GROUP: Final = "tenuto.stores"
 """The entry points that serve further schemes: the name is the scheme, the object a callable from URL to Store."""
 
 
-def open_store(where: str | os.PathLike[str] | Store) -> Store:
+def open_store(where: Where) -> Store:
     """Opens the store of `where`, without touching it.
 
     A path or file:// URL is a local directory, memory://NAME a place in the memory of this process; entry points of the
@@ -88,4 +89,42 @@ def _entry_point(scheme: str, url: str) -> Callable[[str], Store]:
         message,
         subject=url,
         hint=f"use a directory (also a mounted one), or install a package with an entry point in {GROUP!r}",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The store that a script names, under `tenuto certify`: a scratch store instead, so that the real one stays as it is.
+
+
+def redirected(where: Where) -> Where:
+    """Returns `where`, or under `tenuto certify` the scratch store that replaces it."""
+    order = certify_order()
+    return order["scratch"] if order is not None and same_store(where, order["where"]) else where
+
+
+def same_store(one: Where, other: Where) -> bool:
+    """Returns whether both name one store. Opening touches nothing."""
+    return open_store(one).url.rstrip("/") == open_store(other).url.rstrip("/")
+
+
+def certify_order(environment: Mapping[str, str] | None = None) -> dict[str, Any] | None:
+    """Returns what `tenuto certify` has ordered for this process, as JSON with at least `where` and `scratch`; None
+    outside of it. Raises UsageError if it cannot be parsed."""
+    text = (os.environ if environment is None else environment).get(CERTIFY_VARIABLE)
+    if not text:
+        return None
+    try:
+        found: dict[str, Any] = json.loads(text)
+        if isinstance(found["where"], str) and isinstance(found["scratch"], str):
+            return found
+        raise ValueError("where and scratch are no paths")
+    except (ValueError, TypeError, KeyError) as error:
+        raise broken_order(error) from None
+
+
+def broken_order(error: Exception) -> UsageError:
+    return UsageError(
+        f"{CERTIFY_VARIABLE} is set and says nothing that can be understood: {error}",
+        subject=CERTIFY_VARIABLE,
+        hint=f"unset {CERTIFY_VARIABLE}: only `tenuto certify` sets it, for what it runs",
     )

@@ -6,57 +6,145 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args
 
+from tenuto.concurrency.deadlines import seconds
 from tenuto.errors import PolicyConflict, UsageError
+from tenuto.model.ids import run_key
 from tenuto.policy import every, keep, on
 from tenuto.policy import keep as keeping
-from tenuto.policy.keep import KeepPolicy
+from tenuto.policy.keep import KeepPolicy, Union
 from tenuto.policy.numbers import metric_name, min_or_max
 from tenuto.policy.save import EveryStall, OnImprove, SavePolicy, parts_of
-from tenuto.repo.refs import check_tag
+from tenuto.repo.refs import check_tag, is_name
 from tenuto.sharding.write_plan import Strategy
 
-
-def policies(
-    state: object, save: object, keep: object, *, on_busy: object, on_error: object, memory_budget: object
-) -> tuple[SavePolicy, KeepPolicy]:
-    """When to save and what to keep, the defaults where nothing was given. UsageError for what makes no sense."""
-    if not isinstance(state, Mapping):
-        raise UsageError(
-            f"state must be a mapping of names to what is to be saved, not {type(state).__name__}",
-            subject="state",
-            hint='write {"model": model, "optimizer": optimizer}',
-        )
-    policy = save if save is not None else every(minutes=10) | on.end() | on.signal()
-    kept = keep if keep is not None else keeping.latest(3)
-    if not isinstance(policy, SavePolicy):
-        raise UsageError(
-            f"save={save!r} does not say when to save", subject="save", hint="save=every(steps=200) | on.end()"
-        )
-    if not isinstance(kept, KeepPolicy):
-        raise UsageError(
-            f"keep={keep!r} does not say what to keep",
-            subject="keep",
-            hint='keep=keep.latest(3) | keep.best(2, "val_loss")',
-        )
-    if on_busy not in ("wait", "skip"):
-        raise UsageError(f"on_busy={on_busy!r} is neither 'wait' nor 'skip'", subject="on_busy", hint='on_busy="wait"')
-    if on_error not in ("warn", "raise"):
-        raise UsageError(
-            f"on_error={on_error!r} is neither 'warn' nor 'raise'", subject="on_error", hint='on_error="warn"'
-        )
-    if memory_budget is not None and (
-        isinstance(memory_budget, bool) or not isinstance(memory_budget, int) or memory_budget <= 0
-    ):
-        raise UsageError(
-            f"memory_budget={memory_budget!r} is no number of bytes",
-            subject="memory_budget",
-            hint="memory_budget=8 * 2**30",
-        )
-    return policy, kept
+OnBusy = Literal["wait", "skip"]
+OnError = Literal["warn", "raise"]
+Capture = Literal["eager", "fenced"]
+ResumeFrom = Literal["latest"] | int | str | None
+"""A step, a tag (of another run, too: that forks it), attempt/step such as "a0007/500", or None to start afresh."""
 
 
-def memory_policy(memory: object) -> SavePolicy | None:
-    """When states are kept in memory. UsageError for what does not say when, or goes by a metric or by saves' cost."""
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of a Checkpointer, checked, with the defaults in place."""
+
+    run: str
+    save: SavePolicy
+    keep: KeepPolicy
+    resume_from: ResumeFrom
+    in_flight: int
+    on_busy: OnBusy
+    on_error: OnError
+    takeover: bool
+    memory: SavePolicy | None
+    memory_budget: int | None
+    fenced: bool
+    ranks_timeout_s: float
+    writers: Strategy
+    watched: Mapping[str, str]
+    """The metrics that the policies read, each with the policies that do, as the user wrote them."""
+
+    @classmethod
+    def checked(
+        cls,
+        state: object,
+        *,
+        run: str,
+        save: object,
+        keep: object,
+        resume_from: object,
+        in_flight: object,
+        on_busy: object,
+        on_error: object,
+        takeover: bool,
+        memory: object,
+        memory_budget: object,
+        capture: object,
+        ranks_timeout: float,
+        writers: object,
+    ) -> Settings:
+        """Returns the settings. Raises UsageError, naming the argument, for what makes no sense."""
+        if not isinstance(state, Mapping):
+            raise UsageError(
+                f"state must be a mapping of names to what is to be saved, not {type(state).__name__}",
+                subject="state",
+                hint='write {"model": model, "optimizer": optimizer}',
+            )
+        policy = save if save is not None else every(minutes=10) | on.end() | on.signal()
+        kept = keep if keep is not None else keeping.latest(3)
+        if not isinstance(policy, SavePolicy):
+            raise UsageError(
+                f"save={save!r} does not say when to save", subject="save", hint="save=every(steps=200) | on.end()"
+            )
+        if not isinstance(kept, KeepPolicy):
+            raise UsageError(
+                f"keep={keep!r} does not say what to keep",
+                subject="keep",
+                hint='keep=keep.latest(3) | keep.best(2, "val_loss")',
+            )
+        run_key(run)
+        return cls(
+            run=run,
+            save=policy,
+            keep=kept,
+            resume_from=_resume_from(resume_from),
+            in_flight=count(in_flight, "in_flight=", least=1),
+            on_busy=cast("OnBusy", _one_of(("wait", "skip"), "on_busy", on_busy)),
+            on_error=cast("OnError", _one_of(("warn", "raise"), "on_error", on_error)),
+            takeover=takeover,
+            memory=_memory_policy(memory),
+            memory_budget=_memory_budget(memory_budget),
+            fenced=_one_of(("eager", "fenced"), "capture", capture) == "fenced",
+            ranks_timeout_s=seconds(ranks_timeout, "ranks_timeout="),
+            writers=strategy(writers),
+            watched=watched(policy, kept),
+        )
+
+
+def watched(save: SavePolicy, keep: KeepPolicy) -> Mapping[str, str]:
+    """Returns each metric that a policy reads, with the policies that do, as the user wrote them."""
+    found: dict[str, list[str]] = {}
+    parts: list[SavePolicy | KeepPolicy] = [*parts_of(save)]
+    parts += keep.parts if isinstance(keep, Union) else (keep,)
+    for part in parts:
+        for metric in part.metrics():
+            found.setdefault(metric, []).append(repr(part))
+    return {metric: " and ".join(found[metric]) for metric in sorted(found)}
+
+
+def _one_of(known: tuple[str, str], what: str, value: object) -> object:
+    if value not in known:
+        raise UsageError(
+            f"{what}={value!r} is neither {known[0]!r} nor {known[1]!r}",
+            subject=what,
+            hint=f'{what}="{known[0]}"',
+        )
+    return value
+
+
+def _resume_from(value: object) -> ResumeFrom:
+    if isinstance(value, str):
+        sensible = is_name(value) or "/" in value
+    else:
+        sensible = value is None or (isinstance(value, int) and not isinstance(value, bool))
+    if not sensible:
+        raise UsageError(
+            f"resume_from={value!r} is neither 'latest', a step, a tag, nor None",
+            hint='resume_from="latest", or a step such as 500',
+        )
+    return cast("ResumeFrom", value)
+
+
+def _memory_budget(value: object) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+        raise UsageError(
+            f"memory_budget={value!r} is no number of bytes", subject="memory_budget", hint="memory_budget=8 * 2**30"
+        )
+    return value
+
+
+def _memory_policy(memory: object) -> SavePolicy | None:
+    """Returns when states are sealed in memory. It may not depend on a metric or on what saves cost."""
     if memory is None:
         return None
     if not isinstance(memory, SavePolicy):
@@ -80,17 +168,8 @@ def memory_policy(memory: object) -> SavePolicy | None:
     return memory
 
 
-def fenced(capture: object) -> bool:
-    """Whether `capture=` asks for a fence. UsageError for what it cannot be."""
-    if capture not in ("eager", "fenced"):
-        raise UsageError(
-            f"capture={capture!r} is neither 'eager' nor 'fenced'", subject="capture", hint='capture="fenced"'
-        )
-    return capture == "fenced"
-
-
 def strategy(writers: object) -> Strategy:
-    """By which ranks share out what several of them hold. UsageError for what `writers=` cannot be."""
+    """Returns the rule by which ranks share out what several of them hold."""
     known = get_args(Strategy)
     if writers not in known:
         raise UsageError(
@@ -102,7 +181,7 @@ def strategy(writers: object) -> Strategy:
 
 
 def count(value: object, what: str, least: int = 0) -> int:
-    """`value` as a whole number of at least `least`."""
+    """Returns `value` if it is a whole number of at least `least`; else raises UsageError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(
             f"{what} takes a whole number of at least {least}, not {value!r}",
@@ -116,8 +195,7 @@ def count(value: object, what: str, least: int = 0) -> int:
 # Names that users of other libraries know, as policies.
 #
 # `save_top_k`, `monitor`, `mode` and `save_last` mean what they mean to Lightning's ModelCheckpoint, `max_to_keep`
-# what it means to Orbax's CheckpointManager. What `latest` means is kept whatever they say: a run has to go on from
-# something.
+# what it means to Orbax's CheckpointManager. What `latest` means always stays: a run has to resume from something.
 
 SAYS = (
     "save_top_k=k with monitor= keeps the k best, save_top_k=-1 all, save_last=True or save_top_k=1 alone the last, "
@@ -137,12 +215,12 @@ class ArgumentAliases:
 
     @property
     def given(self) -> list[str]:
-        """As a user writes them."""
+        """The names with their values, as a user writes them."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return [f"{name}={value!r}" for name, value in values if value is not None]
 
     def policies(self, save: SavePolicy | None, kept: KeepPolicy | None) -> tuple[SavePolicy | None, KeepPolicy | None]:
-        """`save` and `keep` as they are where none of the names was given, else what the names mean.
+        """Returns `save` and `keep` unchanged if none of the names was given, else what the names mean.
 
         Raises PolicyConflict where they contradict each other or `keep`.
         """
@@ -205,7 +283,7 @@ class ArgumentAliases:
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Each metric as a float (a tensor of one element too). UsageError names one that is no number."""
+    """Returns each metric as a float (a tensor of one element too). UsageError names one that is no number."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
         try:
@@ -222,7 +300,7 @@ def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def tag_names(tag: str | Iterable[str] | None) -> list[str]:
-    """The tags, each once. UsageError names one that cannot be a tag."""
+    """Returns the tags, each once. UsageError names one that cannot be a tag."""
     if tag is None:
         return []
     if not isinstance(tag, (str, list, tuple, set, frozenset)):

@@ -8,17 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, overload
 
-from tenuto.certify.probe import certify_probe
-from tenuto.concurrency.deadlines import seconds
-from tenuto.engine.group.group import leave_on_error, training_group
 from tenuto.engine.read.choose import Restored
 from tenuto.engine.save.handle import Save
 from tenuto.errors import ForkedProcess, UsageError
 from tenuto.events import Emitter, Sink
-from tenuto.model.ids import run_key
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import SavePolicy
-from tenuto.policy.watched_metrics import watched
 from tenuto.ranks.contract import Ranks
 from tenuto.ranks.detection import find_ranks
 from tenuto.repo.lineage import latest
@@ -28,29 +23,26 @@ from tenuto.store.contract import Where
 from tenuto.training import run_registry
 from tenuto.training.arguments import (
     ArgumentAliases,
+    Capture,
+    OnBusy,
+    OnError,
+    ResumeFrom,
+    Settings,
     as_floats,
     count,
-    fenced,
-    memory_policy,
-    policies,
-    strategy,
     tag_names,
 )
 from tenuto.training.exit_status import before_exit
 from tenuto.training.loops import Batches, Epochs, Steps
 from tenuto.training.preemption import warn_of_epochs
-from tenuto.training.resume import ResumeFrom, RunClaim
-from tenuto.training.saves import Capture, OnBusy, OnError, RunSaver
-from tenuto.training.snapshot import Snapshots, check_platform
+from tenuto.training.snapshot import check_platform
 from tenuto.training.stats import Stats
-from tenuto.training.training_session import CLOSE_DEADLINE_S, TrainingSession, claim_to_count, claim_to_save
-
-# --------------------------------------------------------------------------------------------------
-# What a Checkpointer trains that was built while a worker imported the main module: nothing.
+from tenuto.training.training_session import CLOSE_DEADLINE_S, TrainingSession
 
 
 class NullTraining:
-    """The training of a disarmed Checkpointer: its loops are over before they begin."""
+    """The training of a Checkpointer that was built while a worker imported the main module: its loops are over before
+    they begin."""
 
     def __init__(self) -> None:
         self.position = TrainingPosition(None)
@@ -81,33 +73,33 @@ class Checkpointer:
     - `keep`: what: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=)`, combined with `|`. By default
       `keep.latest(3)`.
     - `resume_from`: "latest", a step, a tag, or None to start afresh.
-    - `in_flight`: how many saves may be written beside training at a time, each with an image of the state's size in
-      host memory. They are written and committed one after the other, in order; with more than one, training goes on
-      while a slow save is still being written. Where memory does not hold all, fewer are in flight, and it is said.
+    - `in_flight`: how many saves may be in progress in the background, each with an image of the state's size in host
+      memory. They are written and committed one after the other, in order; with more than one, training continues while
+      a slow save is still being written. If memory does not hold all, fewer are in flight, and a warning says so.
     - `on_busy`: whether a save that is due while `in_flight` are waits for the oldest ("wait") or is skipped ("skip").
-    - `on_error`: whether a failed save warns, and makes the exit status tell ("warn"), or also raises at the next call
+    - `on_error`: whether a failed save warns, and changes the exit status ("warn"), or also raises at the next call
       ("raise").
-    - `takeover`: claim the run even if its owner lives.
-    - `memory`: when the state is also kept in memory that outlives the process (`every(steps=1)`), so that a crash
+    - `takeover`: claim the run even if its owner is alive.
+    - `memory`: when the state is also sealed in memory that outlives the process (`every(steps=1)`), so that a crash
       loses a step and not all since the last save. It takes `in_flight` + 1 times the state's size of /dev/shm, from
-      which saves are written too, and a restart on this machine goes on from it by itself. Of several ranks each
-      keeps what it holds, twice, at the same steps as the others, and all go on from there or none. None: never.
+      which saves are written too, and a restart on this machine resumes from it by itself. Of several ranks each seals
+      what it holds, twice, at the same steps as the others, and all resume from there or none. None: never.
     - `memory_budget`: bytes of host memory that saving may use.
     - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
       the next forward and backward run, and the optimizer's step waits for the copy.
-    - `ranks`: the processes of this job, where torch.distributed does not tell (`tenuto.SharedFiles`). All of
-      them save, tag and `stop` at the same steps; what only one can know (a clock, a signal, a metric) is agreed on.
-    - `ranks_timeout`: seconds that ranks wait for one that is alive and does not come, before they raise. One that is
-      dead, or stopped, is found out within a minute, and in half that time at most.
+    - `ranks`: the processes of this job, if torch.distributed does not know them (`tenuto.SharedFiles`). All of them
+      save, tag and `stop` at the same steps; they agree on what only one can know (a clock, a signal, a metric).
+    - `ranks_timeout`: seconds that ranks wait for one that is alive and late, before they raise. One that is dead or
+      stopped is detected within a minute, and within half that time at most.
     - `writers`: who writes what several ranks hold: all of them, evenly ("balanced"); one rank each tensor ("tensor")
       or layer ("layer"); all, in parts of 16 MiB at most ("size"); the lowest rank that holds it ("one").
-    - `sinks`: take events.
+    - `sinks`: receive events.
     - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and,
       with `monitor` and no `save`, for `on.improve` beside the default).
 
     Raises UsageError for arguments that make no sense (PolicyConflict for policies that contradict each other),
-    RanksError where the other processes of the job do not come, or disagree, Unserialisable (naming the path) for a
-    state that cannot be represented, and errors of the store.
+    RanksError if other processes of the job are missing or disagree, Unserialisable (naming the path) for a state that
+    cannot be represented, and errors of the store.
     """
 
     def __init__(
@@ -144,54 +136,27 @@ class Checkpointer:
             return  # a worker imports its parent's script anew: this is not the training
         ranks = find_ranks(ranks)
         save, keep = ArgumentAliases(save_top_k, monitor, mode, save_last, max_to_keep).policies(save, keep)
-        policy, kept = policies(state, save, keep, on_busy=on_busy, on_error=on_error, memory_budget=memory_budget)
-        at_a_time, behind_fence = count(in_flight, "in_flight=", least=1), fenced(capture)
-        patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
-        remembered = memory_policy(memory)
-        run_key(run)
-        watches = watched(policy, kept)
-        rehearsing = certify_probe(ranks.rank, ranks.world_size)
-        if rehearsing is not None:
-            where, policy, kept = rehearsing.place(where, run), rehearsing.policy, rehearsing.keep
-            on_busy, on_error, remembered = "wait", "raise", None
-        emitter = Emitter.of(sinks)
-        group, repo = training_group(ranks, where, run, emitter, patience_s, memory=remembered, writers=writers)
-        with leave_on_error(group):
-            position = TrainingPosition(data, ranks.rank, ranks.world_size)
-            snapshots = Snapshots(state, position, watched=watches)
-            saving = RunSaver(
-                repo,
-                run,
-                policy=policy,
-                keep=kept,
-                on_busy=on_busy,
-                on_error=on_error,
-                memory_budget=memory_budget,
-                emitter=emitter,
-                in_flight=at_a_time,
-                memory=remembered,
-                group=group,
-            )
-            claiming = RunClaim(
-                repo,
-                run,
-                state,
-                position,
-                resume_from=resume_from,
-                takeover=takeover,
-                emitter=emitter,
-                memory=saving.memory.tier if saving.memory is not None else None,
-                group=group,
-            )
-            self.prewarm_s = saving.prewarm(snapshots.now)
-            """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was
-            restored when training begins."""
-            claiming.on_claimed = saving.expect
-            if behind_fence:
-                saving.capture_fenced(state)
-            self._training = TrainingSession(run, position, snapshots, saving, claiming, catch=policy.catches_signals)
-            if rehearsing is not None:
-                rehearsing.attach(self._training, snapshots, (state, data))
+        settings = Settings.checked(
+            state,
+            run=run,
+            save=save,
+            keep=keep,
+            resume_from=resume_from,
+            in_flight=in_flight,
+            on_busy=on_busy,
+            on_error=on_error,
+            takeover=takeover,
+            memory=memory,
+            memory_budget=memory_budget,
+            capture=capture,
+            ranks_timeout=ranks_timeout,
+            writers=writers,
+        )
+        self._training = TrainingSession.create(
+            where, state, data, ranks=ranks, settings=settings, emitter=Emitter.of(sinks)
+        )
+        self.prewarm_s = self._training.prewarm_s
+        """Seconds that planning and taking memory took; 0 with several ranks."""
         self._withdraw = before_exit(_weakly(self._training))
 
     @property
@@ -206,10 +171,10 @@ class Checkpointer:
 
     @property
     def stats(self) -> Stats:
-        """What saving has done and cost so far: saves by how they ended, how long training was held, where the time of
-        the last save and of a usual one went, how old the newest recoverable state is. `print` shows a table.
+        """What saving has done and cost so far: saves by how they ended, how long training was blocked, where the time
+        of the last save and of a usual one went, how old the newest recoverable state is. `print` shows a table.
 
-        Reads counters that are kept anyway, and nothing else. May be asked after `close` as well.
+        Reads counters, and does no I/O. Available after `close` as well.
         """
         return self._training.saving.stats() if self._training is not None else Stats()
 
@@ -224,7 +189,8 @@ class Checkpointer:
         return training.claiming.restore() if training is not None else None
 
     def steps(self, n: int | None = None) -> Steps:
-        """A drop-in for `range(n)`: `n` is the total; a resumed run counts on. Restores and claims when called."""
+        """Replaces `range(n)`: `n` is the total, and a resumed run continues its count. Restores and claims when
+        called."""
         total = count(n, "steps") if n is not None else None
         training = self._armed()
         if training is None:
@@ -236,8 +202,8 @@ class Checkpointer:
         return loop
 
     def epochs(self, n: int, accumulate: int = 1) -> Epochs:
-        """Epochs up to the total `n`; inside one, coming back to `batches` completes a step (`accumulate=k`: k
-        batches)."""
+        """Yields epochs up to the total `n`; inside one, each batch taken from `batches` completes the step before it
+        (`accumulate=k`: each k batches)."""
         total, group = count(n, "epochs"), count(accumulate, "epochs(accumulate=)", least=1)
         training = self._armed()
         if training is None:
@@ -260,7 +226,7 @@ class Checkpointer:
         return Batches(training, training.loop if isinstance(training.loop, Epochs) else None)
 
     def log(self, *, tag: str | Iterable[str] | None = None, **metrics: Any) -> None:
-        """Metrics of the step that is open; outside, of the last completed one (noted if it is taken already).
+        """Logs metrics of the open step; outside, of the last completed one (noted if its save is taken already).
 
         tag: a name for that step, or several. A tagged step is saved (at its end; outside a step as by `save`), and
         kept until the tag is moved, by giving it to another step, or taken off. `load`, `resume_from` and
@@ -271,63 +237,63 @@ class Checkpointer:
             return
         tags, floats = tag_names(tag), as_floats(metrics)
         if tags and not training.open:
-            claim_to_save(training, self)
+            training.claim_to_save(self)
         training.log(floats)
         if tags:
             training.tag(tags)
 
     def step_done(self, step: int | None = None, **metrics: Any) -> None:
-        """A step is completed, in a loop that somebody else owns; `step` is its number, else one more than the last."""
+        """Completes a step, in a loop of your own; `step` is its number, else one more than the last."""
         training = self._armed()
         if training is None:
             return
         if training.loop is not None:
             raise UsageError(
-                "step_done is for loops that somebody else owns; steps() and epochs() count by themselves",
+                "step_done is for loops of your own; steps() and epochs() count by themselves",
                 subject="step_done",
                 hint="leave the call out",
             )
-        if not claim_to_count(training, self):
+        if not training.claim_to_count(self):
             return
         number = training.step + 1 if step is None else count(step, "step_done(step=)")
         if number <= training.step:
             raise UsageError(
                 f"step {number} is not above the last completed one, {training.step}",
                 subject="step_done",
-                hint="pass the number of completed steps; after ckpt.restore() go on from ckpt.step",
+                hint="pass the number of completed steps; after ckpt.restore() continue from ckpt.step",
             )
         training.step_done(number, as_floats(metrics))
 
     def save(self, wait: bool = False) -> Save:
-        """Saves now, or at the end of the step that is open; behind the batches of an epoch, at the end of its body,
-        whose rest a resume would run again otherwise. `wait=True` returns (or ends the step) once committed.
+        """Saves now, or at the end of the open step; behind the batches of an epoch, at the end of its body, whose rest
+        a resume would otherwise run again. `wait=True` returns (or ends the step) once committed.
 
-        Where no step was completed since the last save, that save is returned, with a warning. With `wait`, what made
-        it fail is raised; Superseded and RunInUse always are.
+        If no step was completed since the last save, returns that save, with a warning. With `wait`, raises what made
+        it fail; always raises Superseded and RunInUse.
         """
         training = self._armed(needed=True)
-        claim_to_save(training, self)
+        training.claim_to_save(self)
         return training.save(wait=wait)
 
     def fence(self) -> None:
-        """Returns when everything that a fenced save copies beside training is copied.
+        """Waits until everything that a fenced save copies in the background is copied.
 
-        For code that changes parameters or optimizer state by other means than an optimizer's step: call it first.
-        Costs nothing where nothing is being copied.
+        Call it before changing parameters or optimizer state by other means than an optimizer's step. Costs nothing if
+        nothing is being copied.
         """
         training = self._armed()
         if training is not None:
             training.saving.saver.release_fence()
 
     def stop(self) -> None:
-        """Finishes the step that is open, saves and ends the loop."""
+        """Has the loop end after the open step, with a save."""
         training = self._armed()
         if training is not None:
             training.stopping = True
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the saves in flight and for retention after them; raises what made the last one fail, and
-        DeadlineExceeded after `timeout` seconds (without one, once nothing has moved for ten minutes)."""
+        DeadlineExceeded after `timeout` seconds (without one, after ten minutes without progress)."""
         training = self._armed()
         if training is None:
             return
@@ -341,7 +307,7 @@ class Checkpointer:
         self._close(timeout, ended_well=True)
 
     def latest_step(self) -> int | None:
-        """The step that `latest` means in this run now, committed; None if there is none."""
+        """Returns the committed step that `latest` means in this run now; None if there is none."""
         training = self._armed()
         newest = latest(training.saving.repo, training.run) if training is not None else None
         return newest.step if newest is not None else None
@@ -375,7 +341,7 @@ class Checkpointer:
     def _armed(self) -> TrainingSession | None: ...
 
     def _armed(self, *, needed: bool = False) -> TrainingSession | None:
-        """What there is to train with; None in a worker that imports the script anew (an error where it is needed)."""
+        """Returns the session; None in a worker that imports the script anew (UsageError if it is `needed`)."""
         if os.getpid() != self._pid:
             raise ForkedProcess(
                 f"this Checkpointer belongs to process {self._pid}; this is its forked child {os.getpid()}",
@@ -397,14 +363,14 @@ class Checkpointer:
 
 
 def _weakly(training: TrainingSession) -> Callable[[], None]:
-    """Closes `training` at the process's end if it still exists, without keeping it alive until then. What owns a run
-    does, whether anybody holds its Checkpointer or not."""
-    held, pid = weakref.ref(training), os.getpid()
+    """Returns a function that closes `training` at the process's end if it still exists, without keeping it alive until
+    then. The registry of runs keeps a session that owns one."""
+    session, pid = weakref.ref(training), os.getpid()
 
     def close() -> None:
-        found = held()
+        found = session()
         if found is not None and os.getpid() == pid:
-            # Nobody said that training ended well, and no thread can be started any more: what is in flight is awaited.
+            # Training may not have ended well, and no thread can be started any more: only waits for what is in flight.
             found.close(CLOSE_DEADLINE_S, ended_well=False)
 
     return close

@@ -1,8 +1,8 @@
-"""An exit status that tells of a failure in the background.
+"""Makes a failure in the background show in the process's exit status.
 
-By the time a background failure could end the process, nobody is there to raise it to: an exception in an atexit hook
-leaves the status 0 (measured). So one hook, which runs before all others, looks whether a failure stands; if so it runs
-the others itself, flushes, and ends the process with `os._exit`.
+When such a failure could end the process, it can no longer be raised: an exception in an atexit hook leaves the status
+0 (measured). So one hook, which runs before all others, checks for failures that no later save has made good. If there
+is one, it runs the other hooks itself, flushes, and ends the process with `os._exit`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 
 class ExitStatus:
-    """Whether a failure stands that nothing has made good since: one for each run that this process trains.
+    """The failure of one run that this process trains, until a later save makes it good.
 
-    Making one arms the hook of this process. A forked child leaves as if there were none.
+    Creating one arms the hook of this process. A forked child exits as if there were none.
     """
 
     def __init__(self, what: str) -> None:
@@ -26,32 +26,26 @@ class ExitStatus:
         _ending.arm()
 
     def fail(self, reason: str) -> None:
-        """From now on the exit status is not zero."""
-        _ending.standing[self] = reason
+        _ending.failures[self] = reason
 
     def clear(self) -> None:
-        """A later save has committed: the failure no longer stands."""
-        _ending.standing.pop(self, None)
+        _ending.failures.pop(self, None)
 
     @property
     def failure(self) -> str | None:
         """Why the exit status will not be zero, or None."""
-        return _ending.standing.get(self)
+        return _ending.failures.get(self)
 
 
 def leaving_with(code: int) -> None:
-    """Says with which status this process is about to leave (`Preempted` is raised): a failure then does not hide it.
-
-    The status of a plain `sys.exit(3)` cannot be seen from a hook, and becomes 1 where a failure stands.
-    """
+    """Sets the status with which this process is about to exit (`Preempted` is raised), so that a failure does not hide
+    it. The status of a plain `sys.exit(3)` is unknown to a hook, and becomes 1 after a failure."""
     _ending.code = code
 
 
 def before_exit(close: Callable[[], object]) -> Callable[[], None]:
-    """Has `close` called at exit before the failures are counted, the last given first. Returns what takes it back.
-
-    What `close` raises is printed, and makes the exit status non-zero.
-    """
+    """Has `close` called at exit before the failures are checked, the last given first. Returns a function that
+    undoes this. What `close` raises is printed, and makes the exit status non-zero."""
     _ending.arm()
     entry = (close,)
     _ending.closers.append(entry)
@@ -63,18 +57,18 @@ def before_exit(close: Callable[[], object]) -> Callable[[], None]:
 
 
 class _Ending:
-    """What this process does when it ends. Every change is one operation on a dict or list, so no lock is needed, which
-    a fork could leave locked for ever."""
+    """What this process does at exit. Every change is one operation on a dict or list, so no lock is needed, which a
+    fork could leave locked for ever."""
 
     def __init__(self) -> None:
-        self.standing: dict[ExitStatus, str] = {}
+        self.failures: dict[ExitStatus, str] = {}
         self.closers: list[tuple[Callable[[], object]]] = []
         self.code = 0
         self.armed_in: int | None = None
 
     def arm(self) -> None:
-        """Once for each process. The hook has to run before all others, so that it can run them: it is registered at
-        the last moment, when the interpreter begins to wait for threads."""
+        """Arms the hook, once for each process. It has to run before all others, so that it can run them: it is
+        registered at the last moment, when the interpreter begins to wait for threads."""
         if self.armed_in == os.getpid():
             return
         self.armed_in = os.getpid()
@@ -92,14 +86,14 @@ class _Ending:
         if self.armed_in != os.getpid():
             return
         self.close_all()
-        if not self.standing:
+        if not self.failures:
             return
         code = self.code or 1
         try:
             atexit.unregister(self.run)
             atexit._run_exitfuncs()
-            reasons = "; ".join(f"{status.what}: {reason}" for status, reason in self.standing.items())
-            _say(f"tenuto: leaving with status {code}: {reasons}\n")
+            reasons = "; ".join(f"{status.what}: {reason}" for status, reason in self.failures.items())
+            _write(f"tenuto: leaving with status {code}: {reasons}\n")
         finally:
             os._exit(code)
 
@@ -108,22 +102,22 @@ class _Ending:
             (close,) = self.closers.pop()
             try:
                 close()
-            except BaseException as error:  # noqa: BLE001 - told here and by the exit status; the others are still to run
+            except BaseException as error:  # noqa: BLE001 - reported here and by the exit status; the others have to run
                 sys.excepthook(type(error), error, error.__traceback__)
                 ExitStatus("at exit").fail(f"{type(error).__name__}: {error}")
 
     def forget(self) -> None:
-        """In a forked child: what stands in the parent is not the child's."""
-        self.standing, self.closers, self.code, self.armed_in = {}, [], 0, None
+        """Forgets, in a forked child, the failures and closers of its parent."""
+        self.failures, self.closers, self.code, self.armed_in = {}, [], 0, None
 
 
-def _say(text: str) -> None:
-    """Writes to stderr and flushes both streams, as far as they are still there."""
+def _write(text: str) -> None:
+    """Writes to stderr and flushes both streams, as far as they still exist."""
     for stream, words in ((sys.stdout, ""), (sys.stderr, text)):
         try:
             stream.write(words)
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # a closed pipe or no stream: the status still tells
+        except (OSError, ValueError, AttributeError):  # a closed pipe or no stream: the status still shows it
             continue
 
 

@@ -10,8 +10,6 @@ from tenuto.state.position.training_position import TrainingPosition
 
 
 class LoopOwner(Protocol):
-    """What a loop tells its Checkpointer."""
-
     position: TrainingPosition
     stopping: bool
     between: bool
@@ -78,7 +76,7 @@ class Epochs(Iterator[int]):
         """Batches of the step that is open."""
         self.began_step = 0
         self.cut_short = False
-        """`stop` came with batches of this epoch still to come: the epoch is not over, a resume goes on inside it."""
+        """Whether `stop` came with batches of this epoch left: a resume continues inside the epoch."""
 
     def __len__(self) -> int:
         return max(self._total - self._training.position.counters.epoch, 0)
@@ -109,22 +107,22 @@ class Epochs(Iterator[int]):
     @property
     def unused(self) -> bool:
         """Whether a body is running that has taken no batch of its epoch: it may take its batches elsewhere."""
-        return self._open and self._took_nothing
+        return self._open and self._no_batch_taken
 
     @property
     def finishing(self) -> bool:
-        """Whether a body is running whose batches are used up. What is saved now would have a resume run its rest once
-        more."""
-        return self._open and self.group == 0 and not self.cut_short and not self._took_nothing
+        """Whether a body is running whose batches are used up. A resume from a save taken now would run its rest
+        again."""
+        return self._open and self.group == 0 and not self.cut_short and not self._no_batch_taken
 
     @property
-    def _took_nothing(self) -> bool:
+    def _no_batch_taken(self) -> bool:
         counters = self._training.position.counters
         return self.group == 0 and counters.step == self.began_step and counters.batch == 0
 
     def _end_epoch(self, *, ending: bool) -> None:
-        if self._took_nothing:
-            self._training.open_step()  # it has taken them elsewhere, though there are some here
+        if self._no_batch_taken:
+            self._training.open_step()  # its batches came from elsewhere, though there are some here
             self.group = 1
         self._training.end_epoch(ending=ending)
         self.group = 0
@@ -172,8 +170,7 @@ class Batches(Iterator[Any]):
 
 
 class RestOfEpoch(Iterator[Any]):
-    """The batches of this epoch that are still to come. Inside `epochs`, coming back for the next one completes a
-    step."""
+    """Yields the remaining batches of this epoch. Inside `epochs`, taking the next one completes a step."""
 
     def __init__(self, training: LoopOwner, epochs: Epochs | None) -> None:
         self._training = training

@@ -1,7 +1,7 @@
-"""Catching the signals that ask this process to leave, so that the step under way can be finished and saved.
+"""Catches the signals that ask this process to leave, so that the step under way can be finished and saved.
 
-A handler here does two things: it notes which signal came, and calls the Python handler that was there before. The
-training loop reads the note between steps.
+A handler here records which signal came, and calls the Python handler that was there before. The training loop reads
+the record between steps.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ from tenuto.training.exit_status import leaving_with
 from tenuto.training.saves import RunSaver
 
 # --------------------------------------------------------------------------------------------------
-# The end of a training: what is in flight is awaited, and what is left undone, or never will be done, is said.
+# The end of a training: it waits for what is in flight, and warns of what is not saved.
 
 
 def await_saves(saving: RunSaver, until: float) -> None:
-    """Waits for what is in flight, until this time of the monotonic clock at most. DeadlineExceeded, which the exit
-    status tells of as well."""
+    """Waits for what is in flight, until this time of the monotonic clock at most. Raises DeadlineExceeded, which the
+    exit status reports as well unless the saves commit all the same."""
     try:
         saving.wait(max(until - time.monotonic(), 0.0))
     except DeadlineExceeded as error:
-        saving.hangs(error)
+        if saving.saver.in_flight:
+            saving.exit_status.fail(error.message)
         raise
 
 
-def say_what_is_left(saving: RunSaver, step: int, *, incomplete: bool, replaced: bool, left: bool) -> None:
-    """What of a training is not saved. `step`: the last completed one; `incomplete`: one more was begun; `replaced`:
-    `step` is not saved, for another Checkpointer came before anybody had said that training ended there; `left`: nor
-    is it, for its loop was broken out of."""
+def warn_of_unsaved(saving: RunSaver, step: int, *, incomplete: bool, replaced: bool, left: bool) -> None:
+    """Warns of what a training leaves unsaved.
+
+    step: the last completed one; incomplete: one more was begun.
+    replaced: `step` is not saved, since another Checkpointer took the run before `close` ended the training.
+    left: `step` is not saved, since its loop was broken out of.
+    """
     saving.warn_of_unlogged_metrics()
     last = saving.last
     known = f"the last checkpoint is step {last.step}" if last is not None and last.committed else ""
@@ -60,7 +64,7 @@ def say_what_is_left(saving: RunSaver, step: int, *, incomplete: bool, replaced:
 
 
 def warn_of_epochs(saving: RunSaver) -> None:
-    """Says, in a loop that does not tell where epochs end, that what asks there for saves never does."""
+    """Warns, in a loop that does not report the end of epochs, of policies that save there."""
     for part in parts_of(saving.policy):
         if isinstance(part, EveryEpochs):
             saving.warn(f"{part!r} saves nothing here: only the loop of epochs() tells where one ends")
@@ -104,11 +108,11 @@ _installed: list[SignalWatch] = []
 
 
 class SignalWatch:
-    """Notes SIGTERM, SIGUSR1 and, outside notebooks, SIGINT, between `install` and `restore`.
+    """Records SIGTERM, SIGUSR1 and, outside notebooks, SIGINT, between `install` and `restore`.
 
-    - An earlier Python handler is called after the note is made, except the one that turns SIGINT into
-      KeyboardInterrupt. If it leaves by SystemExit or KeyboardInterrupt, that waits in `deferred`: saving comes first.
-      So it does where the earlier one is another watch, whose training has nothing left to finish.
+    - An earlier Python handler is called after that, except the one that turns SIGINT into KeyboardInterrupt. If it
+      leaves by SystemExit or KeyboardInterrupt, that waits in `deferred`: saving comes first. The same holds for an
+      earlier watch, whose training has nothing left to finish.
     - A second SIGINT raises KeyboardInterrupt at once.
     - Where the process was told to ignore SIGINT (a background job of a shell), it stays ignored.
     - Watches may be nested and restored in any order. A forked child has the earlier handlers back.
@@ -123,9 +127,9 @@ class SignalWatch:
         self.received: int | None = None
         """The first signal that came, or None."""
         self.deferred: BaseException | None = None
-        """What an earlier handler raised in order to leave."""
+        """The exception that an earlier handler raised in order to leave."""
         self.notify: Callable[[], None] | None = None
-        """Called in the handler, last: for whoever can act at once. What it raises leaves the handler."""
+        """Called last in the handler, to act at once. What it raises leaves the handler."""
 
     @property
     def name(self) -> str | None:
@@ -163,7 +167,7 @@ class SignalWatch:
                     stacklevel=2,
                 )
                 continue
-            # Noted first: the handler may run as soon as it is in.
+            # Recorded first: the handler may run as soon as it is in.
             self._earlier[number] = earlier
             signal.signal(number, self._handle)
         return self
@@ -212,27 +216,27 @@ class SignalWatch:
 
 
 def leaving_signals() -> tuple[int, ...]:
-    """What asks this process to leave. In a notebook SIGINT only stops a cell, and stays with the notebook."""
+    """Returns the signals that ask this process to leave. In a notebook SIGINT only stops a cell, and is not one."""
     signals = (signal.SIGTERM, signal.SIGUSR1)
     return signals if in_notebook() else (*signals, signal.SIGINT)
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Returns whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     return shell is not None and hasattr(shell, "kernel")
 
 
 def _live(handler: Handler, number: int) -> Handler:
-    """`handler`, or, where it is that of a watch that was restored meanwhile, the one below it."""
+    """Returns `handler`, or the one below it where it is that of a watch that was restored meanwhile."""
     while isinstance(watch := getattr(handler, "__self__", None), SignalWatch) and watch not in _installed:
         handler = watch._earlier.get(number, signal.SIG_DFL)
     return handler
 
 
 def _take_out(watch: SignalWatch, number: int) -> Handler:
-    """The handler to put back for `watch`; watches below it that were restored meanwhile go with it."""
+    """Returns the handler to put back for `watch`; removes watches below it that were restored meanwhile."""
     handler = watch._earlier.pop(number)
     while isinstance(below := getattr(handler, "__self__", None), SignalWatch) and below not in _installed:
         handler = below._earlier.pop(number, signal.SIG_DFL)
@@ -249,7 +253,7 @@ def _pass_on(handler: Handler, number: int, frame: FrameType | None) -> None:
 
 
 def _restore_in_child() -> None:
-    """A loader worker is ended by SIGTERM: in a forked child the default must act again."""
+    """Restores the defaults in a forked child: a loader worker is ended by SIGTERM."""
     for watch in reversed(list(_installed)):
         watch.restore()
 
@@ -259,14 +263,12 @@ if hasattr(os, "register_at_fork"):
 
 
 # --------------------------------------------------------------------------------------------------
-# Leaving on a signal: between two steps, with what is in flight committed.
-#
-# A signal that comes while a save is being taken is acted upon after it: it must not find a half-taken save.
+# Leaving on a signal: between two steps, with what is in flight committed, and never within a save that is being taken.
 
 
 class PreemptionHandler:
-    """The signals that end one training. `act` is called in the main thread, between two instructions, with each that
-    comes while nothing must be left half done. Without `catch` none is watched."""
+    """Watches the signals that end one training, if `catch`. `act` is called in the main thread, between two
+    instructions, with each that comes while nothing must be left incomplete."""
 
     def __init__(self, act: Callable[[str], None], *, catch: bool) -> None:
         self._act = act
@@ -285,7 +287,7 @@ class PreemptionHandler:
 
     @property
     def owed(self) -> bool:
-        """Whether a signal has come that nobody has left for."""
+        """Whether a signal has come that the process has not left for."""
         return self.signal is not None and not self._left
 
     def install(self) -> None:
@@ -294,17 +296,16 @@ class PreemptionHandler:
             self._watch.install()
 
     def restore(self) -> None:
-        """The handlers that were there before are there again."""
         if self._watch is not None:
             self._watch.restore()
 
     def hold_back(self) -> None:
-        """From here on no signal is acted upon by itself any more."""
+        """Stops acting on signals as they come."""
         self._busy = True
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """A signal that comes within the block is acted upon after it."""
+        """Acts after the block on a signal that comes within it."""
         self._busy = True
         try:
             yield
@@ -313,8 +314,8 @@ class PreemptionHandler:
         self._came()
 
     def leave(self, name: str | None = None) -> Never:
-        """Ends the process as the signal asked: the one that came here, or the one called `name` that came to another
-        process of the job."""
+        """Ends the process as the signal asked: the one that came here, or `name`, which came to another process of the
+        job."""
         self._left = True
         watch = self._watch
         if watch is not None and watch.deferred is not None:

@@ -1,12 +1,11 @@
-"""Restoring and claiming: the one restores and claims nothing, the other makes this process, or the job that it is a
-rank of, the run's owner."""
+"""Restores a run, and claims it for this process or for the job that it is a rank of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.eligibility import Candidate
@@ -15,82 +14,63 @@ from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult
 from tenuto.engine.read.sharded_reader import private_index_entry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
-from tenuto.errors import CheckpointNotFound, Superseded, TenutoError, UsageError, in_words, typed
+from tenuto.errors import TenutoError, in_words
 from tenuto.events import AttemptClaimed, Emitter, Warned
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
 from tenuto.repo.format.small_records import encode_attempt
-from tenuto.repo.lineage import latest, walk
-from tenuto.repo.ownership.claim import Attempt, announced, claim
+from tenuto.repo.lineage import latest
+from tenuto.repo.ownership.claim import Attempt, announced, claim, claim_newest
 from tenuto.repo.ownership.owner_watch import OwnerWatch
-from tenuto.repo.refs import is_name
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Prepared
 from tenuto.state.position.training_position import Counters, TrainingPosition
 from tenuto.state.restore.match import match_state
 from tenuto.training import run_registry
-
-ResumeFrom = Literal["latest"] | int | str | None
-"""A step, a tag (of another run, too: that forks it), attempt/step such as "a0007/500", or None to start afresh."""
-CLAIMS = 3
-"""How often a claim is made anew because another process committed between the restore and the claim."""
-
+from tenuto.training.arguments import Settings
 
 AGAIN, CLAIMED = b"again", b"claimed"
-"""What the coordinator broadcasts while it claims: all restore anew, or the run is claimed."""
-
-
-class _Newer(Exception):
-    """Another process has committed since the restore; no claim was put."""
+"""The coordinator's broadcasts while it claims: all restore anew, or the run is claimed."""
 
 
 class RunClaim:
     """Restores one run into one state, and claims it. Every rank of a group calls the same methods in the same order:
-    all read what one has chosen, and one claims for all."""
+    the coordinator chooses the checkpoint and claims for all."""
 
     def __init__(
         self,
         repo: Repo,
-        run: str,
+        settings: Settings,
         state: Mapping[str, Any],
         position: TrainingPosition,
         *,
-        resume_from: ResumeFrom,
-        takeover: bool,
         emitter: Emitter,
         group: RankGroup,
         memory: MemoryTier | None = None,
     ) -> None:
-        if isinstance(resume_from, str):
-            sensible = is_name(resume_from) or "/" in resume_from
-        else:
-            sensible = resume_from is None or (isinstance(resume_from, int) and not isinstance(resume_from, bool))
-        if not sensible:
-            raise UsageError(
-                f"resume_from={resume_from!r} is neither 'latest', a step, a tag, nor None",
-                hint='resume_from="latest", or a step such as 500',
-            )
         self._repo = repo
-        self._run = run
+        self._run = run = settings.run
         self._state = state
         self._position = position
-        self._resume_from = resume_from
-        self._takeover = takeover
+        self._resume_from = settings.resume_from
+        self._takeover = settings.takeover
         self._emitter = emitter
         self._group = group
         self._restorer = group.restorer(repo, run, self._prepare, emitter)
         self._private: dict[str, Any] = {}
         self._counters = Counters()
         self.memory_restore = (
-            MemoryRestore(repo, memory, run, group, emitter) if memory is not None and resume_from == "latest" else None
+            MemoryRestore(repo, memory, run, group, emitter)
+            if memory is not None and settings.resume_from == "latest"
+            else None
         )
-        """What the process before left in memory, where it may be gone on from."""
+        """The restore from what an earlier process left in memory."""
         self.restored: Restored | None = None
         self._watch: OwnerWatch | None = None
-        """Begun before the restore, so that a lease that no longer moves runs out meanwhile."""
+        """Begun before the restore, so that a lease that no longer changes runs out meanwhile."""
         self._newest: CheckpointId | None = None
         self._withdrawn: set[int] = set()
-        """Attempts that were claimed here and given back unused: they go on from what is no longer the newest."""
+        """Attempts that were claimed here and given back unused: their parent is no longer the newest checkpoint."""
         self.done = False
         self.on_restored: Callable[[], None] | None = None
         """Called when restoring is done, also where there was nothing to restore."""
@@ -99,23 +79,24 @@ class RunClaim:
 
     @property
     def parent(self) -> CheckpointId | None:
-        """The newest durable checkpoint of the line that training goes on with."""
+        """The newest durable checkpoint of the line of training."""
         if self.restored_image is not None:
             return self.restored_image.verdict.base
         return self.restored.checkpoint.id if self.restored is not None else None
 
     @property
     def restored_image(self) -> Candidate | None:
-        """The image in memory that training goes on from."""
+        """The image in memory that training resumes from."""
         return self.memory_restore.restored if self.memory_restore is not None else None
 
     def restore(self) -> Restored | None:
-        """Restores what `resume_from` says, once. None if there is nothing to restore."""
+        """Restores what `resume_from` says, once; returns None if there is nothing to restore."""
         if not self.done:
-            self._close_own()  # before its objects, which may be these, and the random generators are set back
+            self._close_own()  # before the state, which may be its own, and the random generators are restored
             self._watch = self._watch or OwnerWatch(self._repo, self._run)
-            self._newest = self._first()
-            result = self._restore_from_memory()
+            self._newest = latest(self._repo, self._run, withdrawn=self._withdrawn)
+            memory = self.memory_restore
+            result = memory.restore(self._prepare) if memory is not None else None
             result = result or self._restorer.resume(self._resume_from, withdrawn=self._withdrawn)
             self.restored = None
             if result is not None:
@@ -136,18 +117,18 @@ class RunClaim:
             self._warn(reason)
 
     def exists(self) -> bool:
-        """Whether the run has a checkpoint, durable or in memory."""
+        """Returns whether the run has a checkpoint, durable or in memory."""
         return latest(self._repo, self._run) is not None or (
             self.memory_restore is not None and self.memory_restore.exists()
         )
 
     def hidden_by_saving(self) -> bool:
-        """Whether a fresh start here would hide checkpoints that nobody asked to be hidden."""
+        """Returns whether a fresh start here would hide checkpoints, which was not requested."""
         return self._resume_from is not None and self.exists()
 
     def claim(self) -> Attempt:
-        """Claims the run for this process and the other ranks: what was restored is the parent. If `latest` means
-        another one by then, that is restored and the run claimed anew."""
+        """Claims the run for this process and the other ranks, from what was restored. If `latest` means another
+        checkpoint by then, restores that and claims the run anew."""
         attempt = self._claim_for_all() if self._group.coordinates else self._await_claim()
         try:
             self._group.check_claim_visible(attempt)
@@ -193,83 +174,55 @@ class RunClaim:
 
     def _claim(self) -> Attempt:
         self._close_own()
-        for _ in range(CLAIMS):
-            try:
-                attempt = claim(
-                    self._repo,
-                    self._run,
-                    self.parent,
-                    takeover=self._takeover,
-                    observe=self._watch,
-                    trouble=self._trouble,
-                    report=self._warn,
-                    look=self._refuse_if_newer,
-                    withdrawn=self._withdrawn,
-                )
-            except _Newer:
-                self._restore_anew()
-                continue
-            except CheckpointNotFound:
-                if self._resume_from != "latest":
-                    raise
-                self._restore_anew()
-                continue
-            self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
-            if self._resume_from != "latest":
-                return attempt
-            if self._first(below=attempt.number) == self._newest and not self._appeared():
-                return attempt
-            self._withdrawn.add(attempt.number)
-            attempt.release()
-            self._restore_anew()
-        raise Superseded(
-            f"another process keeps committing to run {self._run!r} while this one starts",
-            subject=self._run,
-            hint=typed("tenuto", "ls", self._repo.url, "--run", self._run),
-        )
-
-    def _restore_from_memory(self) -> RestoreResult | None:
-        return self.memory_restore.restore(self._prepare) if self.memory_restore is not None else None
+        options: Any = {
+            "takeover": self._takeover,
+            "observe": self._watch,
+            "trouble": self._report_trouble,
+            "report": self._warn,
+            "withdrawn": self._withdrawn,
+        }
+        if self._resume_from == "latest":
+            again, stale = self._restore_anew, self._appeared
+            attempt = claim_newest(
+                self._repo, self._run, self._newest, self.parent, again=again, stale=stale, **options
+            )
+        else:
+            attempt = claim(self._repo, self._run, self.parent, **options)
+        self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
+        return attempt
 
     def _appeared(self) -> bool:
-        """Whether an owner that lived at the restore has died since and left something newer in memory."""
+        """Returns whether an owner that was alive at the restore has died since and left a newer state in memory."""
         return self.done and self.memory_restore is not None and self.memory_restore.appeared()
 
     def _close_own(self) -> None:
-        """A notebook's cell that is run twice: the Checkpointer that it made before ends here."""
+        """Closes an earlier Checkpointer of this process, as when a notebook's cell is run twice."""
         earlier = run_registry.live((self._repo.id, run_key(self._run)))
         if earlier is not None:
             self._warn(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed")
             earlier.close_replaced()
 
-    def _restore_anew(self) -> None:
+    def _restore_anew(self) -> tuple[CheckpointId | None, CheckpointId | None]:
         with self._claims() as round:
             round.broadcast(AGAIN)
         self.done = False
         self.restore()
-
-    def _refuse_if_newer(self) -> None:
-        """Before the claim is put: what the owner before has committed at its end is restored first."""
-        if self._resume_from == "latest" and self._first() != self._newest:
-            raise _Newer
-
-    def _first(self, below: int | None = None) -> CheckpointId | None:
-        return next(walk(self._repo, self._run, below=below, withdrawn=self._withdrawn), None)
+        return self._newest, self.parent
 
     def _warn(self, message: str) -> None:
         self._emitter.emit(Warned(message, self._run))
 
-    def _trouble(self, error: TenutoError) -> None:
+    def _report_trouble(self, error: TenutoError) -> None:
         self._warn(f"the lease of run {self._run!r} could not be renewed: {error.message}")
 
-    def _prepare(self, manifest: Manifest, told: CheckpointLeaves) -> Prepared:
-        self._counters = Counters.of(manifest)  # before anything is touched: one that cannot be read is passed over
-        # Empty mappings take whatever the checkpoint has: positions and random states know their own form.
+    def _prepare(self, manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
+        self._counters = Counters.of(manifest)  # before anything is touched: an unreadable manifest is skipped
+        # Empty mappings accept whatever the checkpoint has: positions and random states know their own form.
         self._private = {"data": {}, "random": {}}
         prepared = match_state(
             manifest.tree,
-            told.private,
-            told.specs,
+            leaves.private,
+            leaves.specs,
             self._state,
             private_into=self._private,
             apart=self._group.world_size > 1,

@@ -1,5 +1,5 @@
-"""Applies retention in the background, and keeps each node's own places in step with it: in a thread of its own, so
-that the next save never waits for files to be unlinked, and at a lower priority than training."""
+"""Applies retention in the background, and keeps each node's own places in step with it: in a thread, so that the next
+save never waits for files to be unlinked, and at a lower priority than training."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class RetentionWorker:
         warn: Callable[[str], None],
         group: RankGroup,
     ) -> None:
-        """The coordinator of `group` removes for all, and one rank of each node tidies its places; the others have
-        nothing to do."""
+        """The coordinator of `group` removes for all, and one rank of each node cleans its places; the others do
+        nothing."""
         self.keep = keep
         self._retains = group.coordinates
         self._spread = places_of(repo.store) is not None
@@ -51,17 +51,12 @@ class RetentionWorker:
         self._thread: threading.Thread | None = None
         self._again = False
         self._step = 0
-        """The last that was committed."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether this process has nothing to tidy, ever."""
-        return not (self._retains or self._leads)
+        """The last committed step."""
 
     def after_commit(self, attempt: Attempt, step: int) -> None:
-        """Begins a round, or has the one that is under way followed by another."""
+        """Begins a round, or another one after the round that is under way."""
         self._step = max(step, self._step)
-        if self.idle:
+        if not (self._retains or self._leads):
             return
         with self._state:
             if self._thread is not None:
@@ -76,14 +71,14 @@ class RetentionWorker:
         self.now(attempt)
 
     def now(self, attempt: Attempt, *, everybody: bool = False) -> int:
-        """One round in this thread; how many checkpoints went. A failure is a warning: the next commit tries again.
-        `everybody`: whoever needs room on its node does not wait for the one who sees to it."""
+        """Runs one round in this thread; returns how many checkpoints went. A failure is a warning: the next commit
+        tries again. `everybody`: a rank that needs room on its node cleans its places itself."""
         with self._round:
             try:
-                return self._retain(attempt) + self._tidy(attempt, everybody=everybody)
+                return self._retain(attempt) + self._clean_places(attempt, everybody=everybody)
             except Exception as error:  # noqa: BLE001 - a policy of the user's may raise anything; training goes on
                 reason = error.message if isinstance(error, TenutoError) else repr(error)
-                # Where warnings are errors the event has told it before: in this thread nobody would catch one.
+                # Where warnings are errors the event has reported it: in this thread nothing would catch one.
                 with contextlib.suppress(Warning):
                     self._warn(f"retention of run {attempt.run!r} did not finish: {reason}")
                 return 0
@@ -99,20 +94,20 @@ class RetentionWorker:
                 break
         return removed
 
-    def _tidy(self, attempt: Attempt, *, everybody: bool) -> int:
+    def _clean_places(self, attempt: Attempt, *, everybody: bool) -> int:
         if not (self._leads or (everybody and self._spread)):
             return 0
         return tidy_replicas(self._repo, CheckpointId(attempt.run, attempt.number, self._step))
 
     def join(self, timeout: float | None) -> bool:
-        """Whether nothing is under way any more within `timeout` seconds."""
+        """Waits for what is under way; returns False if that has not ended after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         while (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join(None if until is None else max(until - time.monotonic(), 0.0))
             if thread.is_alive():
                 return False
             with self._state:
-                if self._thread is thread:  # it ended, and could not say so
+                if self._thread is thread:  # it ended without clearing this
                     self._thread = None
         return True
 
@@ -127,7 +122,7 @@ class RetentionWorker:
                         return
                     self._again = False
         finally:
-            # Whatever ends this thread, the next commit begins another; one that has begun since is not forgotten.
+            # Whatever ends this thread, the next commit begins another; one that has begun since stays.
             with self._state:
                 if self._thread is threading.current_thread():
                     self._thread = None

@@ -1,5 +1,5 @@
-"""Which runs this process trains: a second Checkpointer on the same run closes the first (a notebook's cell run
-twice), also where nobody holds that any more."""
+"""Lists the runs that this process trains: a second Checkpointer on the same run closes the first (a notebook's cell
+run twice), also where nothing refers to that any more."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ Key = tuple[str, str]
 
 
 class RunOwner(Protocol):
-    """What owns a run, until it is closed."""
-
     def close_replaced(self) -> None:
-        """Ends it, for another one: what is in flight is awaited, and nothing new is saved."""
+        """Closes for another owner: waits for what is in flight, and saves nothing new."""
         ...
 
 
 class _Owner(NamedTuple):
     checkpointer: weakref.ref[object]
-    """It may be gone without having been closed: what owns the run is there all the same."""
+    """It may be collected without having been closed; the session still owns the run."""
     training: RunOwner
 
 
@@ -33,7 +31,7 @@ _lock = threading.Lock()
 
 
 def live(key: Key) -> RunOwner | None:
-    """What owns the run in this process, if anything does."""
+    """Returns the session that owns the run in this process, if any."""
     with _lock:
         found = _live.get(key)
     return found.training if found is not None else None
@@ -45,7 +43,7 @@ def register(key: Key, training: RunOwner, checkpointer: object) -> None:
 
 
 def unregister(key: Key, owner: object) -> None:
-    """`owner`: the training, or its Checkpointer. Does nothing where another one owns the run."""
+    """Removes the run if `owner`, a session or its Checkpointer, owns it."""
     with _lock:
         found = _live.get(key)
         if found is not None and (owner is found.training or owner is found.checkpointer()):
@@ -53,8 +51,7 @@ def unregister(key: Key, owner: object) -> None:
 
 
 def imported_by_worker() -> bool:
-    """Whether this code runs because a spawned worker imports its parent's main module anew, not because it was
-    called."""
+    """Returns whether this code runs because a spawned worker imports its parent's main module."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
@@ -63,8 +60,4 @@ def imported_by_worker() -> bool:
     return False
 
 
-def _forget() -> None:
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_live.clear)

@@ -1,11 +1,11 @@
-"""Taking saves: several in flight, failures made known, retention after each commit, metrics that come late."""
+"""Takes saves: several in flight, failures reported, retention after each commit, notes of late metrics."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from tenuto.concurrency.deadlines import within
 from tenuto.engine.memory_tier.cadence import MemoryCadence
@@ -30,17 +30,17 @@ from tenuto.events import Emitter, SaveDelayed, SaveFailedEvent, SaveSkipped, Wa
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
-from tenuto.policy.save import Decision, Moment, SaveHistory, SavePolicy, split_by_agreement
+from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.replicated.places import report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
-from tenuto.training.deferred_notes import DeferredNotes
+from tenuto.training.arguments import Settings
 from tenuto.training.exit_status import ExitStatus
-from tenuto.training.metrics_seen import SavedMetrics, UnloggedMetrics
+from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, UnloggedMetrics
 from tenuto.training.retention_worker import RetentionWorker
-from tenuto.training.stats import HoldUps, SaveTotals, Stats
+from tenuto.training.stats import SaveTotals, Stats
 
 # --------------------------------------------------------------------------------------------------
 # Whether a save that is due may be taken: at once, when one before has ended, or not at all.
@@ -50,11 +50,11 @@ BUSY_DEADLINE_S: Final = 600.0
 
 
 class SaveAdmission:
-    """Admits the saves of one run. `skip`: a save that is due while as many as may be are in flight is skipped. The
-    coordinator decides that for all ranks, at each save that may be skipped: each by itself would find its own writer
-    at work, or just done.
+    """Admits the saves of one run.
 
-    `missed` is called with the step of a save that other ranks take and this one does not, so that nobody waits for it.
+    skip: a save that is due while as many as may be are in flight is skipped. The coordinator decides that for all
+        ranks, since each would find its own writer at work, or just done.
+    missed: called with the step of a save that other ranks take and this one does not, so that none waits for it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SaveAdmission:
         self._group = group
         self._missed = missed
         self._ahead: tuple[int, bool] | None = None
-        """What was decided, for a step that this rank has not come to yet."""
+        """The coordinator's decision for a step that this rank has not reached yet."""
 
     def await_for(self, step: int, *, must: bool) -> float | None:
         """Returns when the save may be taken, with the seconds that it has waited; None if it is skipped.
@@ -95,7 +95,7 @@ class SaveAdmission:
         return time.monotonic() - began
 
     def skipped(self, step: int) -> SaveFailed:
-        """Why a save that was asked for was not taken."""
+        """Returns the error of a requested save that was skipped."""
         return SaveFailed(
             f"step {step} was not saved: {self._busy_with()} still being written",
             subject=self._run,
@@ -113,8 +113,8 @@ class SaveAdmission:
         while True:
             if self._ahead is None:
                 with group.round("turn") as round:
-                    heard = canonical_json.loads(round.receive(group.timeout_s, f"whether step {step} is saved"))
-                self._ahead = int(heard[0]), bool(heard[1])
+                    decision = canonical_json.loads(round.receive(group.timeout_s, f"whether step {step} is saved"))
+                self._ahead = int(decision[0]), bool(decision[1])
             decided, skip = self._ahead
             if decided > step:
                 raise self._disagreement(decided, step)
@@ -146,54 +146,36 @@ class SaveAdmission:
         )
 
 
-OnBusy = Literal["wait", "skip"]
-OnError = Literal["warn", "raise"]
-Capture = Literal["eager", "fenced"]
-
 SHARE_SPARE_BYTES = 1 << 20
 NOTE_DEADLINE_S = 60.0
 """How long the training thread waits for a note that it has to write itself."""
 
 
 class RunSaver:
-    """Everything between "a step is completed" and "a checkpoint is committed", for one run."""
+    """Takes the saves of one run, and does what follows their commits."""
 
-    def __init__(
-        self,
-        repo: Repo,
-        run: str,
-        *,
-        policy: SavePolicy,
-        keep: KeepPolicy,
-        on_busy: OnBusy,
-        on_error: OnError,
-        memory_budget: int | None,
-        emitter: Emitter,
-        in_flight: int = 1,
-        memory: SavePolicy | None = None,
-        group: RankGroup,
-    ) -> None:
+    def __init__(self, repo: Repo, settings: Settings, emitter: Emitter, group: RankGroup) -> None:
         """`group`: the ranks with which this process saves."""
         self.repo = repo
-        self.run = run
+        self.run = run = settings.run
         report_to(repo.store, self.warn)
-        self.policy = policy
+        self.policy = settings.save
         self.group = group
         self._coordinates = group.coordinates
-        self._divided_policy = split_by_agreement(policy)
-        self.retention = RetentionWorker(repo, keep, emitter=emitter, warn=self.warn, group=group)
-        self._on_error = on_error
+        self._divided_policy = split_by_agreement(settings.save)
+        self.retention = RetentionWorker(repo, settings.keep, emitter=emitter, warn=self.warn, group=group)
+        self._on_error = settings.on_error
         self._emitter = emitter
         self.memory: MemoryCadence | None = None
-        """States that are kept in memory, with a cadence of its own."""
-        if memory is not None:
+        """States that are sealed in memory, with a cadence of its own."""
+        if settings.memory is not None:
             self.memory = MemoryCadence(
                 repo,
                 run,
-                memory,
-                on_busy=on_busy,
-                budget=memory_budget,
-                in_flight=in_flight,
+                settings.memory,
+                on_busy=settings.on_busy,
+                budget=settings.memory_budget,
+                in_flight=settings.in_flight,
                 emitter=emitter,
                 warn=self.warn,
                 group=group,
@@ -203,8 +185,8 @@ class RunSaver:
             repo,
             run,
             emitter=emitter,
-            in_flight=in_flight,
-            memory_budget=memory_budget,
+            in_flight=settings.in_flight,
+            memory_budget=settings.memory_budget,
             timed=True,
             on_end=self._ended,
             make_room=self._make_room,
@@ -213,30 +195,29 @@ class RunSaver:
             protocol=protocol,
         )
         self.admission = SaveAdmission(
-            self.saver, run, emitter, skip=on_busy == "skip", group=group, missed=protocol.missed
+            self.saver, run, emitter, skip=settings.on_busy == "skip", group=group, missed=protocol.missed
         )
         self.last: Save | None = None
         """The last save taken, or the restored checkpoint as a save that is committed already."""
         self.lock = threading.Lock()
         self._failure: TenutoError | None = None
-        self._exit_status = ExitStatus(f"run {run}")
+        self.exit_status = ExitStatus(f"run {run}")
         self._notes = DeferredNotes(repo, warn=self.warn)
-        self._unlogged = UnloggedMetrics(policy, self.warn)
-        self._saved_metrics = SavedMetrics(policy)
-        self.hold_ups = HoldUps()
+        self._unlogged = UnloggedMetrics(settings.save, self.warn)
+        self._saved_metrics = SavedMetrics(settings.save)
         self.totals = SaveTotals()
         self.first_step = 0
-        """What training here began at."""
+        """The step that training in this process began at."""
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
-        self._stands_still: Save | None = None
+        self._reported_stuck: Save | None = None
 
     @property
     def attempt(self) -> Attempt | None:
         return self.saver.attempt
 
     def capture_fenced(self, state: Any) -> None:
-        """From now on what optimizers in `state` own is copied beside training."""
+        """Has what optimizers in `state` own copied in the background from now on."""
         found = gate(state, lambda message: self._emitter.emit(Warned(message, self.run)))
         if found is None:
             self.warn('capture="fenced" finds no optimizer to wait for, since torch is not loaded: saves are eager')
@@ -251,7 +232,7 @@ class RunSaver:
 
     def expect(self, restored: Restored | None) -> None:
         """Takes memory for this rank's share of what was restored, and a little more: who writes what is planned at
-        the first save. A job that starts afresh has no state yet to tell by."""
+        the first save. Does nothing in a job that starts afresh, whose share is not known yet."""
         share = self.group.expected_share(restored.checkpoint.bytes) if restored is not None else None
         if share is not None:
             self.saver.expect(share + share // 32 + SHARE_SPARE_BYTES)
@@ -259,8 +240,8 @@ class RunSaver:
     def begin(
         self, attempt: Attempt, first_step: int, restored: CheckpointId | None, *, since_s: float | None = None
     ) -> None:
-        """The run is claimed: from here on saves may be taken. `restored`: the newest durable checkpoint of the line
-        that training goes on with, and `since_s` when a save of it was last begun, where what was restored is newer."""
+        """Begins to take saves of the claimed run. `restored`: the newest durable checkpoint of the line of training;
+        `since_s`: when a save of that line was last begun, where training resumes from a newer state in memory."""
         self.saver.attempt = attempt
         self.first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
@@ -282,9 +263,9 @@ class RunSaver:
             last_saved_step=self.last.step if self.last is not None else None,
             last_saved_s=self._last_saved_s,
             saved=self._saved_metrics.metrics(),
-            stalls_s=self.hold_ups.stalls_s,
-            stalled_s=self.hold_ups.stalled_s,
-            persist_s=self.hold_ups.persist_s,
+            stalls_s=self.totals.stalls_s,
+            stalled_s=self.totals.stalled_s,
+            persist_s=self.totals.persist_s,
             waits=waits,
         )
         return self.group.decide(self._divided_policy, moment, history, self._torn)
@@ -301,11 +282,13 @@ class RunSaver:
         eager: bool = False,
         due_s: float | None = None,
     ) -> Save | None:
-        """Takes a save, or None if it was skipped because as many as may be are in flight (never where it `must` be
-        taken).
-        `eager`: with nothing left to be copied beside training. `due_s`: since when training has been held for it.
+        """Takes a save; returns None if it was skipped because as many as may be are in flight.
 
-        What it raises follows `on_error`; ownership, and what cannot be represented, always raise.
+        must: it is never skipped.
+        eager: everything is copied before this returns.
+        due_s: since when training has been blocked for it.
+
+        Raises as `on_error` says, but always for ownership and for what cannot be represented.
         """
         began = time.monotonic()
         due_s = began if due_s is None else due_s
@@ -314,7 +297,7 @@ class RunSaver:
         except (DeadlineExceeded, RanksError) as error:
             save = handle or self.saver.plan_save(step, reason=about.reason)
             self.totals.take(save, due_s)
-            self.hold_ups.add(save, time.monotonic() - due_s)
+            self.totals.hold(save, time.monotonic() - due_s)
             return self._not_taken(save, error)
         if waited_s is None:
             self.totals.skip(time.monotonic() - due_s)
@@ -341,16 +324,16 @@ class RunSaver:
             self.memory.not_saved(step)
         self.last = save
         self._saved_metrics.add(save, about.metrics)
-        self.hold_ups.add(save, time.monotonic() - due_s)
+        self.totals.hold(save, time.monotonic() - due_s)
         return save
 
     def _report_standstill(self) -> None:
-        """Once of each save that does not get on: a policy that waits for none asks for nothing that would tell it."""
+        """Reports, once, a save that makes no progress: a policy that skips never waits for it."""
         oldest = next(iter(self.saver.in_flight), None)
-        if oldest is None or oldest is self._stands_still:
+        if oldest is None or oldest is self._reported_stuck:
             return
         if time.monotonic() - oldest.moved_s >= handles.STANDSTILL_S:
-            self._stands_still = oldest
+            self._reported_stuck = oldest
             self._fail(oldest.stuck())
 
     def _not_taken(self, save: Save, error: TenutoError) -> Save:
@@ -362,17 +345,17 @@ class RunSaver:
 
     @property
     def _torn(self) -> Save | None:
-        """A save whose image was torn, until an eager one is taken in its place."""
+        """The last save if its image was torn and no eager one has been taken in its place."""
         return self.last if self.last is not None and isinstance(self.last.error, SaveTorn) else None
 
     def stats(self) -> Stats:
-        """What saving has done and cost so far. No I/O."""
-        return self.totals.stats(self.hold_ups.stalled_s, self.memory)
+        """Returns what saving has done and cost so far. No I/O."""
+        return self.totals.stats(self.memory)
 
     def wait(self, timeout: float | None) -> None:
-        """Waits for all saves in flight and for what follows them: notes, and retention. DeadlineExceeded after
-        `timeout` seconds; without one, once the save that is being written has not got on, or what follows has not
-        ended, for ten minutes (I8)."""
+        """Waits for all saves in flight, notes and retention. Raises DeadlineExceeded after `timeout` seconds; without
+        one, once the save that is being written has made no progress, or what follows has not ended, for ten minutes
+        (I8)."""
         until = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float:
@@ -393,25 +376,25 @@ class RunSaver:
                 )
 
     def wait_to_leave(self, timeout: float) -> None:
-        """As `wait`; and for the other ranks, which leave as well: one of them may hold the board."""
+        """Waits as `wait`, and for the other ranks, which leave as well: the key-value store may be one's own."""
         self.wait(timeout)
         self.group.farewell(timeout)
 
     def part(self, timeout: float, *, well: bool) -> None:
-        """Leaves the other ranks. What the coordinator has removed by then goes from this node's places too."""
+        """Leaves the other ranks. Also removes from this node's places what the coordinator has removed by then."""
         self.group.part(timeout, well=well)
         if well and self.attempt is not None and not self._coordinates:
             self.retention.now(self.attempt)
 
     def raise_failure(self) -> None:
-        """Raises what failed in the background since the last call, if it is to be raised. Ownership always is."""
+        """Raises the failure in the background since the last call, if `on_error` says so or ownership is lost."""
         with self.lock:
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def note(self, save: Save, metrics: Mapping[str, float]) -> None:
-        """Metrics of a checkpoint that is taken already: noted once it is committed."""
+        """Notes metrics of a save that is taken already, once it is committed."""
         self._unlogged.seen(metrics)
         if self._coordinates:
             self._notes.note(save, metrics)
@@ -429,22 +412,22 @@ class RunSaver:
 
     @property
     def logged(self) -> frozenset[str]:
-        """Names of the metrics that this process has logged."""
+        """The names of the metrics that this process has logged."""
         return self._unlogged.logged
 
     def warn_of_unlogged_metrics(self) -> None:
-        """Says which metrics the policies go by and nothing has logged."""
+        """Warns of metrics that the policies read and nothing has logged."""
         self._unlogged.warn_of_missing(self._judging)
 
     @property
     def _judging(self) -> KeepPolicy | None:
-        """What judges the saves of this process, once there is one."""
+        """The policy that judges the saves of this process, once there is one."""
         saved = self.last is not None and self.last.reason != "restored"
         return self.retention.keep if saved else None
 
     def give_back(self, timeout: float) -> None:
-        """Writes what is left to be noted and gives run and memory back, within `timeout` seconds. Raises what the
-        store raises, and DeadlineExceeded."""
+        """Writes the notes that are left and gives run and memory back, within `timeout` seconds. Raises errors of the
+        store, and DeadlineExceeded."""
         until = time.monotonic() + timeout
         self.totals.end()
         self._write_notes(timeout / 2)
@@ -456,13 +439,8 @@ class RunSaver:
             if self.memory is not None:
                 self.memory.close(self.last.id if self.last is not None and self.last.committed else None)
 
-    def hangs(self, error: DeadlineExceeded) -> None:
-        """What is in flight is given up: the exit status tells, unless it commits all the same."""
-        if self.saver.in_flight:
-            self._exit_status.fail(error.message)
-
     def _write_notes(self, timeout: float) -> None:
-        """In the training thread, unless the writing thread is at work and will see to it."""
+        """Writes notes in the training thread, unless the writing thread is at work and will write them."""
         if self.saver.busy or not self._notes.waits:
             return
         try:
@@ -471,28 +449,27 @@ class RunSaver:
             self.warn(str(error))
 
     def _ended(self, save: Save) -> None:
-        """In the writing thread, after each save."""
+        """Follows each save, in the writing thread."""
         if save.error is not None:
             self._fail(save.error)
             self._notes.write()
             return
-        self._exit_status.clear()
+        self.exit_status.clear()
         self._notes.write()
         if self.attempt is not None:
             self.retention.after_commit(self.attempt, save.step)
 
     def _fail(self, error: TenutoError) -> None:
-        """A failure is known at once, and in the exit status unless a later save commits."""
-        self._exit_status.fail(error.message)
-        told = self._on_error == "raise" and not isinstance(error, SaveTorn)  # the next step's save takes its place
-        if told or isinstance(error, OwnershipError):
+        """Reports a failure at once, and by the exit status unless a later save commits."""
+        self.exit_status.fail(error.message)
+        raises = self._on_error == "raise" and not isinstance(error, SaveTorn)  # the next save takes its place
+        if raises or isinstance(error, OwnershipError):
             with self.lock:
                 self._failure = error
         if not isinstance(error, OwnershipError):
             self.warn(str(error))
 
     def warn(self, message: str) -> None:
-        """Something that a person should know; training goes on."""
         self._emitter.warn(message, self.run)
 
     def _make_room(self) -> bool:

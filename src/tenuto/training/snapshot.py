@@ -1,4 +1,4 @@
-"""The state as it goes into a save: the user's, this process's own, and what the manifest says about both."""
+"""Flattens the state for a save: the user's, this process's own, and what the manifest records about both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-import numpy
 import numpy as np
 
 from tenuto.codec.digest import digest
@@ -28,18 +27,15 @@ from tenuto.state.position.training_position import TrainingPosition
 from tenuto.state.tree import PRIVATE, items
 from tenuto.version import __version__
 
-# --------------------------------------------------------------------------------------------------
-# What ran: versions and the machine, for a person who asks later. No names of users, no paths, no environment
-# variables.
-
 
 def environment() -> dict[str, Json]:
-    """Versions of what is loaded already; nothing is imported for it."""
+    """Returns the versions of what is loaded already, and the kind of machine; no names of users, no paths, no
+    environment variables."""
     found: dict[str, Json] = {
         "tenuto": __version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "numpy": numpy.__version__,
+        "numpy": np.__version__,
     }
     torch: Any = sys.modules.get("torch")
     if torch is not None:
@@ -57,28 +53,27 @@ def check_platform() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# A few elements of each tensor: what tells that it was changed by what no count of changes shows, as when averaged
-# weights are swapped in through `.data`.
+# A few elements of each tensor, which show changes that no counter of the tensor does, as when averaged weights are
+# swapped in through `.data`.
 
 ALONG: Final = (1, 16, 4, 3)
-"""Elements that are looked at along each dimension, at most, by how many dimensions a tensor has; 2 where it has
-more."""
+"""The most elements compared along each dimension, by how many dimensions a tensor has; 2 where it has more."""
 
 
 def samples(sources: Sequence[Any], most: int | None = None) -> dict[int, Any]:
-    """Of each of the `sources` that counts its changes, by its number; `most`: of so many of them at most, evenly
-    spread. They are copied where the tensors are, so that nothing waits for a device."""
+    """Returns elements of each source that counts its changes, by its number; `most`: of so many sources at most,
+    evenly spread. They are copied where the tensors are, so that nothing waits for a device."""
     every = 1 if most is None else max(1, -(-len(sources) // most))
     return {at: _sample(sources[at]) for at in range(0, len(sources), every) if counts_changes(sources[at])}
 
 
 def unchanged(before: Mapping[int, Any], sources: Sequence[Any]) -> bool:
-    """Whether what was looked at `before` is still the same. Waits for the device."""
+    """Returns whether the samples taken `before` are still the same. Waits for the device."""
     return all(_same(few, _sample(sources[at])) for at, few in before.items())
 
 
 def counts_changes(source: Any) -> bool:
-    """Whether it is a tensor, which counts what is done to it in place."""
+    """Returns whether it is a tensor, which counts its changes in place."""
     return getattr(source, "_version", None) is not None and hasattr(source, "data_ptr")
 
 
@@ -98,10 +93,8 @@ def _same(few: Any, now: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# The certificate of a checkpoint: what it covers, what could make a resume from it inexact, and what ran.
-#
-# Its words are for a person. Nothing is decided by it, and it holds no names of users, no paths and no environment
-# variables.
+# The certificate of a checkpoint: what it covers, what could make a resume from it inexact, and what ran. It is written
+# for people, and nothing is decided by it.
 
 NOT_COVERED: Final = (
     "gradients and autograd graphs",
@@ -115,7 +108,7 @@ GIT_DEADLINE_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a framework knows. reasons: a resume is not exact; caveats: it may not be."""
+    """A framework's findings. reasons: why a resume is not exact; caveats: why it may not be."""
 
     reasons: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
@@ -124,11 +117,12 @@ class Findings:
 
 
 def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict[str, Any]:
-    """As plain JSON values.
+    """Returns the certificate as plain JSON values.
 
-    exact: nothing is known that would make a resume inexact; `reasons` says what is. caveats: what may, and cannot be
-    seen from here. covers, leaves_out: what is in the checkpoint, and what never is. settings, versions, code: what ran
-    (code: git commit and whether tracked files differ from it; None outside a repository).
+    exact: nothing is known that would make a resume inexact; else `reasons` lists it.
+    caveats: what may make it inexact, and cannot be checked.
+    covers, leaves_out: what is in the checkpoint, and what never is.
+    settings, versions, code: what ran. `code` is the git commit, and whether tracked files differ from it.
     """
     found = [module.findings(state) for _, module in loaded("certificate")]
     reasons = [reason for one in found for reason in one.reasons]
@@ -162,7 +156,7 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict
 
 
 def elsewhere(position: DataPosition | None) -> list[str]:
-    """What a resume on another number of ranks comes to, in words."""
+    """Describes a resume on another number of ranks."""
     return [
         "every tensor and value of the state is restored, bit for bit",
         *([] if position is None else [position.elsewhere]),
@@ -173,8 +167,8 @@ def elsewhere(position: DataPosition | None) -> list[str]:
 
 @cache
 def code_identity() -> dict[str, Any] | None:
-    """The git commit of the program that runs, once per process; None without git, outside a repository, or where git
-    takes longer than 2 seconds."""
+    """Returns the git commit of the program that runs; None without git, outside a repository, or where git takes
+    longer than 2 seconds."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     place = Path(main).resolve().parent if main else Path.cwd()
     commit = _git(place, "rev-parse", "HEAD")
@@ -197,18 +191,18 @@ def _git(place: Path, *arguments: str) -> str | None:
 RANDOM: Final = "random"
 DATA: Final = "data"
 FEW_TENSORS: Final = 64
-"""So many are looked into at the end of a step that a metric which comes late may yet ask for: that is at every step,
-and the state is seldom asked about."""
+"""The most tensors sampled at the end of a step that a late metric may still ask for: that happens at every step, and
+the samples are seldom compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateMark:
-    """A completed step that could still be saved, as long as nothing has changed the state since."""
+    """A completed step that can still be saved, as long as nothing has changed the state since."""
 
     step: int
     flattened: Flattened
     besides: frozenset[str]
-    """Entries of what is private that may have moved on."""
+    """Private entries that may have changed."""
     marks: tuple[Any, ...]
     samples: Mapping[int, Any]
     progress: Mapping[str, Json]
@@ -220,8 +214,8 @@ class Snapshots:
     def __init__(
         self, state: Mapping[str, Any], position: TrainingPosition, *, watched: Mapping[str, str] | None = None
     ) -> None:
-        """`watched`: the metrics that policies go by, and which do. What is saved says so, for a person to see there
-        that one was never logged."""
+        """`watched`: the metrics that policies read, and which do; the certificate lists them, so that one that was
+        never logged shows there."""
         self._state = state
         self._watched = dict(watched or {})
         self._position = position
@@ -260,17 +254,17 @@ class Snapshots:
             found["at_other_ranks"] = elsewhere(self._position.data)
         return {**found, "watches": dict(self._watched)} if self._watched else found
 
-    def moment(self) -> StateMark | None:
-        """How the state is now, so that it can be saved later as it is now. What is random may have moved on by then:
-        the moment has copies of it. None where the state cannot be represented (the next save says so)."""
-        return self._moment(frozenset({RANDOM}), None)
+    def mark(self) -> StateMark | None:
+        """Marks how the state is now, so that it can be saved later as it is now. Random states may have moved on by
+        then: the mark has copies of them. None where the state cannot be represented (the next save raises)."""
+        return self._state_mark(frozenset({RANDOM}), None)
 
-    def passing_moment(self) -> StateMark | None:
-        """How the state is now; what is saved later is what is there then. So the position in the data may have moved
-        on as well. Cheap enough for every step: it looks into some of the tensors alone."""
-        return self._moment(frozenset({RANDOM, DATA}), FEW_TENSORS)
+    def passing_mark(self) -> StateMark | None:
+        """Marks how the state is now; what is saved later is what is there then. So the position in the data may have
+        moved on as well. Cheap enough for every step: it compares elements of only some of the tensors."""
+        return self._state_mark(frozenset({RANDOM, DATA}), FEW_TENSORS)
 
-    def _moment(self, besides: frozenset[str], most: int | None) -> StateMark | None:
+    def _state_mark(self, besides: frozenset[str], most: int | None) -> StateMark | None:
         try:
             flattened = self.now()
         except TenutoError:
@@ -280,41 +274,41 @@ class Snapshots:
         step, progress = self._position.counters.step, self._position.progress()
         return StateMark(step, flattened, besides, marks, samples(shared, most), progress)
 
-    def untouched(self, moment: StateMark, *, plain: bool = True) -> bool:
-        """Whether the state is as it was at `moment`, as far as can be seen: tensors count their changes, and a few of
-        their elements are compared; all else is compared as a whole. `plain=False`: but for the state's plain values,
-        which the moment has copies of."""
-        now, then = self.now(), moment.flattened
-        rows, before = list(_rows(now, moment.besides)), list(_rows(then, moment.besides))
+    def untouched(self, mark: StateMark, *, plain: bool = True) -> bool:
+        """Returns whether the state is as it was at `mark`, as far as can be seen: tensors count their changes, and a
+        few of their elements are compared; all else is compared completely. `plain=False`: but for the state's plain
+        values, which the mark has copies of."""
+        now, then = self.now(), mark.flattened
+        rows, before = list(_rows(now, mark.besides)), list(_rows(then, mark.besides))
         return (
             [spec for spec, _ in rows] == [spec for spec, _ in before]
             and (not plain or now.tree == then.tree)
-            and _entries(now, moment.besides) == _entries(then, moment.besides)
-            and tuple(_mark(spec, source) for spec, source in rows) == moment.marks
-            and unchanged(moment.samples, now.sources)
+            and _entries(now, mark.besides) == _entries(then, mark.besides)
+            and tuple(_mark(spec, source) for spec, source in rows) == mark.marks
+            and unchanged(mark.samples, now.sources)
         )
 
 
 def _rows(flattened: Flattened, besides: Container[str]) -> Iterator[tuple[LeafSpec, Any]]:
-    """The rows and their sources, but those of some entries of what is private. Shared ones come first."""
+    """Yields rows and their sources, shared ones first, without the private entries `besides`."""
     for spec, source in zip(flattened.specs, flattened.sources, strict=True):
         if _entry(spec) not in besides:
             yield spec, source
 
 
 def _entry(spec: LeafSpec) -> str:
-    """The entry of what is private that a row is part of."""
+    """Returns the private entry that a row is part of."""
     return spec.path.removeprefix(f"{PRIVATE}/").partition("/")[0] if spec.private else ""
 
 
 def _entries(flattened: Flattened, besides: Container[str]) -> list[tuple[Any, Json]]:
-    """What is private and plain."""
+    """Returns the plain private values."""
     return [pair for pair in items(flattened.private["v"]) if pair[0] not in besides]
 
 
 def _mark(spec: LeafSpec, source: Any) -> Any:
-    """What changes when a source does: the count that a tensor keeps of its changes, or the bytes themselves. A
-    position's are made anew each time, so that their memory says nothing."""
+    """Returns what changes when a source does: a tensor's own counter, or a digest of the bytes. A position's tensors
+    are made anew each time, so that their counters show nothing."""
     if counts_changes(source) and _entry(spec) != DATA:
         return (source.data_ptr(), source._version)
     return _content(source)

@@ -1,4 +1,4 @@
-"""What saving has done and cost in one process: counts, medians, ages; and a table of them for people."""
+"""Counts what saving has done and cost in one process, and shows it as a table."""
 
 from __future__ import annotations
 
@@ -15,53 +15,6 @@ from tenuto.units import count, seconds, size
 
 if TYPE_CHECKING:
     from tenuto.engine.memory_tier.cadence import MemoryCadence
-
-
-# --------------------------------------------------------------------------------------------------
-# What saving has cost training so far: the time for which each save held the training thread, waiting included.
-
-RECENT: Final = 5
-"""Saves whose cost tells what the next one will cost."""
-
-
-class HoldUps:
-    """The hold-ups of one process's saves. A fence is waited for after the save has returned, so its part is asked of
-    the handle each time."""
-
-    def __init__(self) -> None:
-        self._recent: deque[tuple[Save, float]] = deque(maxlen=RECENT)
-        self._before_s = 0.0
-        self._persist_s = 0.0
-
-    def add(self, save: Save, held_s: float) -> None:
-        """`held_s`: from the moment at which the save was due until training went on."""
-        if len(self._recent) == RECENT:
-            oldest, held = self._recent[0]
-            self._before_s += held + oldest.fence_s
-        self._recent.append((save, held_s))
-
-    @property
-    def stalls_s(self) -> list[float]:
-        """Of the last few saves, oldest first."""
-        return [held + save.fence_s for save, held in self._recent]
-
-    @property
-    def stalled_s(self) -> float:
-        """Of all of them together."""
-        return self._before_s + sum(self.stalls_s)
-
-    @property
-    def persist_s(self) -> float:
-        """What writing a save takes: from begin to commit of the last that has committed, or so far of the one that is
-        being written, where that is more."""
-        now, so_far = time.monotonic(), 0.0
-        for save, _ in reversed(self._recent):
-            if save.committed:
-                self._persist_s = save.seconds
-                break
-            if not save.done and save.begun_s is not None:
-                so_far = max(so_far, now - save.begun_s)
-        return max(self._persist_s, so_far)
 
 
 ROWS: Final = (
@@ -83,7 +36,7 @@ ROWS: Final = (
     ("  commit", "commit_s"),
     ("processor time", "cpu_s"),
 )
-"""What a table of timings says, and where it is in a `Timing`; rows that say nothing are left out."""
+"""The rows of a table of timings and their fields in a `Timing`; rows of zeros are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +44,7 @@ class Stats:
     """What saving has done and cost since this process began to train. `str` is a table.
 
     Ages are those of the states themselves, in seconds: training that a crash would lose now. A checkpoint that
-    training went on from counts as made when it did. After `close` the ages go on, the rest stands.
+    training resumed from counts as made at the resume. After `close` the ages still increase, the rest stays.
     """
 
     taken: int = 0
@@ -101,7 +54,7 @@ class Stats:
     skipped: int = 0
     """Saves that were due and not taken, for as many as may be in flight were still being written."""
     delayed: int = 0
-    """Saves that had to wait until one before was written, `delayed_s` seconds together."""
+    """Saves that had to wait until one before was written, `delayed_s` seconds in all."""
     delayed_s: float = 0.0
     kept_in_memory: int = 0
     """States that were sealed in memory between saves."""
@@ -112,8 +65,8 @@ class Stats:
     fence_in_memory_s: float = 0.0
     """How long updates waited for copies of states in memory, where these are fenced."""
     cpu_in_memory_s: float = 0.0
-    """Processor time that states in memory took beside training: copying behind a fence, digesting, sealing. Saves to
-    the store tell their own."""
+    """Processor time that states in memory took in the background: copying behind a fence, digesting, sealing. Saves to
+    the store have their own."""
     held_s: float = 0.0
     """How long training was held altogether: by saves, states in memory, and waiting."""
     elapsed_s: float = 0.0
@@ -175,7 +128,6 @@ def _some(number: int, what: str) -> str:
 
 
 def _table(last: Timing, usual: Timing) -> list[str]:
-    """The parts of the last save and of a usual one."""
     rows = [
         (name, _cell(getattr(last, field)), _cell(getattr(usual, field)))
         for name, field in ROWS
@@ -190,7 +142,7 @@ def _table(last: Timing, usual: Timing) -> list[str]:
 
 
 def slowest_lines(ranks: RankTimings) -> list[str]:
-    """For each part of a save of several ranks the one that took longest, and how the others are spread."""
+    """Returns for each part of a save the rank that took longest, and how the others are spread."""
     rows = [
         (name.strip(), f"rank {part.slowest[0][0]}", *map(say, (part.slowest[0][1], part.median, part.least)))
         for name, field, say in (*((name, field, _cell) for name, field in ROWS), ("bytes", "bytes", _bytes))
@@ -210,27 +162,30 @@ def _cell(value: float) -> str:
 
 
 def speed(bandwidth: float | None) -> str:
-    """Bytes per second, in words."""
     return f"{size(round(bandwidth))}/s" if bandwidth is not None else "-"
 
 
-# --------------------------------------------------------------------------------------------------
-# Counting what becomes of saves. Used from the training thread alone, which asks each handle how its save ended.
-
 RECENT_SAVES: Final = 50
 """Committed saves of which the medians are."""
+RECENT_STALLS: Final = 5
+"""Saves by whose cost that of the next one is estimated."""
 
 
 class SaveTotals:
-    """The saves of one process."""
+    """Counts the saves of one process. Used from the training thread only, which asks each handle how its save
+    ended."""
 
     def __init__(self) -> None:
         self.durable_s: float | None = None
-        """Of when the newest state is that is committed, by the monotonic clock."""
+        """When the newest committed state was captured, by the monotonic clock."""
         self._taken = self._committed = self._failed = self._skipped = self._delayed = 0
         self._delayed_s = 0.0
         self._held_s = 0.0
-        """By what became no save."""
+        """The time for which skipped saves blocked training."""
+        self._stalled_before_s = 0.0
+        """The time for which the saves before those in `_stalls` blocked it."""
+        self._stalls: deque[tuple[Save, float]] = deque(maxlen=RECENT_STALLS)
+        self._persist_s = 0.0
         self._in_flight: list[tuple[Save, float]] = []
         self._timings: deque[Timing] = deque(maxlen=RECENT_SAVES)
         self._ranks: RankTimings | None = None
@@ -238,31 +193,59 @@ class SaveTotals:
         self._ended_s: float | None = None
 
     def begin(self) -> None:
-        """Training may save from now on."""
         self._began_s = time.monotonic()
 
     def end(self) -> None:
-        """Training is over."""
         self._ended_s = time.monotonic()
 
     def take(self, save: Save, due_s: float) -> None:
-        """A save is taken, of the state as it was at `due_s`."""
+        """Counts a save of the state as it was at `due_s`."""
         self._settle()
         self._taken += 1
         self._in_flight.append((save, due_s))
 
     def skip(self, held_s: float) -> None:
-        """A save that was due was not taken, for as many as may be in flight were still being written."""
+        """Counts a due save that was not taken, since as many as may be were in flight."""
         self._skipped += 1
         self._held_s += held_s
 
     def delay(self, seconds: float) -> None:
-        """A save that was due has waited until one before was written."""
+        """Counts a due save that has waited until one before was written."""
         self._delayed += 1
         self._delayed_s += seconds
 
-    def stats(self, held_s: float, memory: MemoryCadence | None) -> Stats:
-        """`held_s`: how long the saves that were taken have held training."""
+    def hold(self, save: Save, held_s: float) -> None:
+        """Adds the time for which a save blocked training, from when it was due until training continued. A fence is
+        waited for after that, so its part is read from the handle each time."""
+        if len(self._stalls) == RECENT_STALLS:
+            oldest, held = self._stalls[0]
+            self._stalled_before_s += held + oldest.fence_s
+        self._stalls.append((save, held_s))
+
+    @property
+    def stalls_s(self) -> list[float]:
+        """How long each of the last few saves blocked training, oldest first."""
+        return [held + save.fence_s for save, held in self._stalls]
+
+    @property
+    def stalled_s(self) -> float:
+        """How long all saves that were taken blocked it."""
+        return self._stalled_before_s + sum(self.stalls_s)
+
+    @property
+    def persist_s(self) -> float:
+        """How long writing a save takes: from begin to commit of the last committed one, or so far of the one that is
+        being written, where that is more."""
+        now, so_far = time.monotonic(), 0.0
+        for save, _ in reversed(self._stalls):
+            if save.committed:
+                self._persist_s = save.seconds
+                break
+            if not save.done and save.begun_s is not None:
+                so_far = max(so_far, now - save.begun_s)
+        return max(self._persist_s, so_far)
+
+    def stats(self, memory: MemoryCadence | None) -> Stats:
         self._settle()
         now = time.monotonic()
         until = now if self._ended_s is None else self._ended_s
@@ -279,7 +262,7 @@ class SaveTotals:
             delayed_in_memory=memory.delayed if memory is not None else 0,
             fence_in_memory_s=memory.fence_s if memory is not None else 0.0,
             cpu_in_memory_s=memory.cpu_s if memory is not None else 0.0,
-            held_s=held_s + self._held_s + (memory.held_s if memory is not None else 0.0),
+            held_s=self.stalled_s + self._held_s + (memory.held_s if memory is not None else 0.0),
             elapsed_s=until - self._began_s if self._began_s is not None else 0.0,
             last=self._timings[-1] if self._timings else None,
             usual=medians(self._timings) if self._timings else None,
@@ -289,11 +272,11 @@ class SaveTotals:
         )
 
     def _settle(self) -> None:
-        """Saves that have ended since are counted."""
-        going_on = []
+        """Counts saves that have ended since."""
+        running = []
         for save, due_s in self._in_flight:
             if not save.done:
-                going_on.append((save, due_s))
+                running.append((save, due_s))
             elif save.committed:
                 self._committed += 1
                 self._timings.append(save.timing)
@@ -301,11 +284,11 @@ class SaveTotals:
                 self.durable_s = due_s
             else:
                 self._failed += 1
-        self._in_flight = going_on
+        self._in_flight = running
 
 
 def medians(timings: Sequence[Timing] | deque[Timing]) -> Timing:
-    """Of each part by itself: they need not be those of one save."""
+    """Returns the median of each part by itself: they need not be those of one save."""
     middle: dict[str, Any] = {
         field.name: median(getattr(one, field.name) for one in timings) for field in fields(Timing)
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tenuto.certify.probe import EnoughSteps, TrailWriter, order_of
 from tenuto.certify.runner import Script
-from tenuto.certify.trail import Row
+from tenuto.certify.verdict import Row
 
 STEPS = 2
 LOOKS = 3

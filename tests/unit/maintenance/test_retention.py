@@ -315,15 +315,15 @@ def test_i4_retain_goes_on_from_what_was_committed_while_it_claimed(world, monke
 
     put_claim = claim.claim
 
-    def meanwhile(repo, run, parent, *, look, **options):
+    def meanwhile(repo, run, parent, *, before_put, **options):
         def committing():
             if when == "after it":
-                look()
+                before_put()
             world.store.place.objects.setdefault(ids[2].manifest, manifest)
             if when != "after it":
-                look()
+                before_put()
 
-        return put_claim(repo, run, parent, look=committing, **options)
+        return put_claim(repo, run, parent, before_put=committing, **options)
 
     monkeypatch.setattr(claim, "claim", meanwhile)
     plan, removed = retention.retain(world.repo, "main", keep.latest(1))

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.certify.trail import Row, Trail
-from tenuto.certify.verdict import Trails, compare, first_difference, judge
+from tenuto.certify.verdict import Row, Trail, Trails, compare, first_difference, judge
 
 SAVED, LAST = 3, 6
 PYTHON, NUMPY = "#private/random/python/keys", "#private/random/numpy/state/key"

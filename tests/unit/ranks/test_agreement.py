@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.concurrency.deadlines import DeadlineWorker
+from tenuto.concurrency.deadlines import Clock, DeadlineWorker
 from tenuto.errors import RankFailed, RanksDisagree, RanksError, RanksMissing, RankStoreLost, UsageError
 from tenuto.ranks.agreement import Agreement
-from tenuto.ranks.contract import Clock, Deadline, Settings
+from tenuto.ranks.contract import Deadline, Settings
 from tenuto.ranks.detection import Solo
 from tenuto.ranks.heartbeats import RankWatch, beat
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.concurrency.deadlines import Clock
 from tenuto.crashpoints import armed
 from tenuto.errors import CheckpointNotFound, RunInUse, StoreUnavailable, Superseded
 from tenuto.model.ids import CheckpointId
@@ -20,10 +21,10 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import Aborted
 from tenuto.repo.format.small_records import LeaseRecord, encode_lease
 from tenuto.repo.lineage import latest
-from tenuto.repo.ownership.claim import Attempt, claim
+from tenuto.repo.ownership.claim import Attempt, claim, claim_newest
 from tenuto.repo.ownership.lease import Lease, read_last
 from tenuto.repo.ownership.owner_watch import OwnerWatch
-from tenuto.repo.process import MonotonicClock, judge, this_process
+from tenuto.repo.process import judge, this_process
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned, put_tombstone
 from tenuto.store.contract import Bytes
@@ -38,7 +39,7 @@ class Time:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.each: Callable[[], None] = lambda: None
-        self.clock = MonotonicClock(lambda: self.seconds, self.sleep)
+        self.clock = Clock(lambda: self.seconds, self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds
@@ -318,7 +319,7 @@ def test_i4_a_parent_that_goes_right_before_the_claim_is_not_relied_on(repo: Rep
     first, going, last = (make.checkpoint(1, step) for step in (10, 20, 30))
     withdrawn: set[int] = set()
     with pytest.raises(CheckpointNotFound) as caught:
-        take(going, look=lambda: repo.store.delete([going.manifest]), withdrawn=withdrawn)
+        take(going, before_put=lambda: repo.store.delete([going.manifest]), withdrawn=withdrawn)
     assert caught.value.subject == "gpt/a0001/20"
     # The attempt stands, with that parent and no commit: so the walk goes on below it, but for whoever made it.
     assert repo.attempt("gpt", 2).parent == going and withdrawn == {2}
@@ -326,6 +327,38 @@ def test_i4_a_parent_that_goes_right_before_the_claim_is_not_relied_on(repo: Rep
     assert latest(repo, "gpt", withdrawn=withdrawn) == last
     assert take(last).number == 3
     assert latest(repo, "gpt") == last
+
+
+def test_i4_a_run_whose_newest_checkpoint_keeps_changing_is_not_claimed(repo: Repo, make: Any) -> None:
+    make.attempt(1, owner=ended_process())
+    stale = make.checkpoint(1, 10)
+    asked: list[int] = []
+
+    def again() -> tuple[CheckpointId | None, CheckpointId | None]:
+        newest = latest(repo, "gpt")
+        asked.append(make.checkpoint(1, 20 + len(asked)).step)
+        return newest, newest
+
+    make.checkpoint(1, 15)
+    with pytest.raises(Superseded, match="keeps committing"):
+        claim_newest(repo, "gpt", stale, stale, again=again)
+    assert asked == [20, 21] and repo.attempts("gpt") == [1], "no claim was put"
+
+
+def test_i4_a_claim_whose_work_is_outdated_is_given_back_and_made_anew(repo: Repo, make: Any) -> None:
+    make.attempt(1, owner=ended_process())
+    newest, outdated, withdrawn = make.checkpoint(1, 10), [True, False], set[int]()
+    attempt = claim_newest(
+        repo,
+        "gpt",
+        newest,
+        newest,
+        again=lambda: (latest(repo, "gpt", withdrawn=withdrawn), newest),
+        stale=lambda: outdated.pop(0),
+        withdrawn=withdrawn,
+    )
+    attempt.release()
+    assert (attempt.number, attempt.parent, withdrawn) == (3, newest, {2})
 
 
 def test_whoever_claims_looks_again_when_the_owner_has_ended(repo: Repo, make: Any, time: Time, take: Claim) -> None:
@@ -337,7 +370,7 @@ def test_whoever_claims_looks_again_when_the_owner_has_ended(repo: Repo, make: A
         raise RunInUse("something newer")
 
     with pytest.raises(RunInUse, match="something newer"):
-        take(look=look)
+        take(before_put=look)
     assert len(looked) == 1 and looked[0] >= 15
     assert repo.attempts("gpt") == [1]
 
@@ -345,7 +378,7 @@ def test_whoever_claims_looks_again_when_the_owner_has_ended(repo: Repo, make: A
 def test_an_owner_that_is_claimed_over_alive_is_not_looked_at_first(repo: Repo, make: Any, take: Claim) -> None:
     make.attempt(1, owner=replace(this_process(), pid=os.getppid(), started=_started(os.getppid())))
     looked: list[bool] = []
-    assert take(takeover=True, look=lambda: looked.append(True)).number == 2
+    assert take(takeover=True, before_put=lambda: looked.append(True)).number == 2
     assert not looked  # only the claim stops what it goes on committing
 
 

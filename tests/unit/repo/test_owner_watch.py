@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.concurrency.deadlines import Clock
 from tenuto.errors import DeadlineExceeded, StoreError, StoreUnavailable
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord
@@ -18,7 +19,7 @@ from tenuto.repo.ownership import lease as lease_module
 from tenuto.repo.ownership import owner_watch as watch_module
 from tenuto.repo.ownership.lease import BEAT_S, TTL_S, Lease, read_last
 from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, owned_here, release_ownership, take_ownership
-from tenuto.repo.process import MonotonicClock, this_process
+from tenuto.repo.process import this_process
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes
 
@@ -36,8 +37,8 @@ def beat(repo: Repo, record: AttemptRecord, number: int, **fields: Any) -> None:
 class Time:
     now = 100.0
 
-    def clock(self) -> MonotonicClock:
-        return MonotonicClock(lambda: self.now, lambda seconds: None)
+    def clock(self) -> Clock:
+        return Clock(lambda: self.now, lambda seconds: None)
 
 
 def test_a_run_that_nobody_claimed_is_free(repo: Repo) -> None:

@@ -13,7 +13,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.timing import RankTimings, Timing
 from tenuto.telemetry import JsonLines, LogSink, ProgressBar
 from tenuto.telemetry.jsonlines import SCHEMA
-from tenuto.telemetry.sentences import sentence
+from tenuto.telemetry.log import sentence
 
 ID = CheckpointId("gpt", 7, 500)
 EVENTS = [

@@ -13,4 +13,4 @@ __all__ = ["gate", "place"]
 @pytest.fixture(autouse=True)
 def _failures_on_purpose_do_not_end_the_test_run() -> Iterator[None]:
     yield
-    exit_status._ending.standing.clear()
+    exit_status._ending.failures.clear()

@@ -42,7 +42,7 @@ def test_who_is_dead_is_found_out_before_the_time_to_wait_is_over() -> None:
 
 
 def test_what_is_raised_after_the_ranks_have_met_is_told_to_the_others(tmp_path: Path) -> None:
-    """`resume_from` is judged after the meeting: the other rank must not wait for this one until its time is over."""
+    """`data` is judged after the meeting: the other rank must not wait for this one until its time is over."""
 
     kv_store, found = InProcessKVStore(), {}
 
@@ -53,7 +53,7 @@ def test_what_is_raised_after_the_ranks_have_met_is_told_to_the_others(tmp_path:
                 {"w": np.ones(3)},
                 ranks=ThreadRanks(rank, 2, kv_store),
                 ranks_timeout=60.0,
-                resume_from=1.5 if rank else "latest",  # type: ignore[arg-type]
+                data=1.5 if rank else None,
             ) as ckpt:
                 ckpt.save(wait=True)
         except BaseException as error:  # noqa: BLE001 - told to the test
@@ -65,7 +65,7 @@ def test_what_is_raised_after_the_ranks_have_met_is_told_to_the_others(tmp_path:
     for thread in threads:
         thread.join(30)
     assert isinstance(found[1], UsageError)
-    assert isinstance(found[0], RankFailed) and "resume_from=1.5" in str(found[0])
+    assert isinstance(found[0], RankFailed) and "yields batches, not float" in str(found[0])
 
 
 def test_a_claim_that_cannot_be_announced_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,15 +132,15 @@ def test_i4_all_ranks_go_on_from_what_was_committed_while_one_claimed(
     last = place / "runs/main/a0001/step-00000002"
     shutil.move(last, tmp_path / "not yet committed")
 
-    def meanwhile(*words: Any, look: Callable[[], None], **options: Any) -> Attempt:
+    def meanwhile(*words: Any, before_put: Callable[[], None], **options: Any) -> Attempt:
         def committing() -> None:
-            look()
+            before_put()
             if not last.exists():
                 shutil.move(tmp_path / "not yet committed", last)
 
-        return claim(*words, look=committing, **options)
+        return claim(*words, before_put=committing, **options)
 
-    monkeypatch.setattr("tenuto.training.resume.claim", meanwhile)
+    monkeypatch.setattr("tenuto.repo.ownership.claim.claim", meanwhile)
     kv_store, found = InProcessKVStore(), {}
 
     def build(rank: int) -> None:

@@ -10,7 +10,7 @@ import tenuto
 from tenuto import every
 from tenuto.engine.save.handle import Save
 from tenuto.model.ids import CheckpointId
-from tenuto.training.stats import RECENT, HoldUps
+from tenuto.training.stats import RECENT_STALLS, SaveTotals
 
 
 def save(step: int, fence_s: float = 0.0) -> Save:
@@ -20,29 +20,29 @@ def save(step: int, fence_s: float = 0.0) -> Save:
 
 
 def test_all_saves_count_and_the_last_few_are_told_one_by_one() -> None:
-    spent = HoldUps()
+    spent = SaveTotals()
     for step in range(1, 11):
-        spent.add(save(step, fence_s=0.5), float(step))
-    assert spent.stalls_s == [step + 0.5 for step in range(11 - RECENT, 11)]
+        spent.hold(save(step, fence_s=0.5), float(step))
+    assert spent.stalls_s == [step + 0.5 for step in range(11 - RECENT_STALLS, 11)]
     assert spent.stalled_s == sum(range(1, 11)) + 10 * 0.5
 
 
 def test_a_fence_that_is_waited_for_later_counts_all_the_same() -> None:
-    spent, handle = HoldUps(), save(1)
-    spent.add(handle, 1.0)
+    spent, handle = SaveTotals(), save(1)
+    spent.hold(handle, 1.0)
     handle.fence_s = 0.25
     assert spent.stalled_s == 1.25
 
 
 def test_the_time_to_persist_is_that_of_the_last_save_that_committed() -> None:
-    spent, done = HoldUps(), save(1)
+    spent, done = SaveTotals(), save(1)
     done.seconds = 3.0
     done.end()
-    spent.add(done, 0.1)
-    spent.add(save(2), 0.1)
+    spent.hold(done, 0.1)
+    spent.hold(save(2), 0.1)
     assert spent.persist_s == 3.0
-    for step in range(3, 3 + RECENT):
-        spent.add(save(step), 0.1)
+    for step in range(3, 3 + RECENT_STALLS):
+        spent.hold(save(step), 0.1)
     assert spent.persist_s == 3.0
 
 

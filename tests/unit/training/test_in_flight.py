@@ -490,10 +490,10 @@ def test_of_an_unending_first_save_the_time_so_far_is_what_writing_takes(place: 
         training = ckpt._training
         assert training is not None and first.begun_s is not None
         first.begun_s -= 100.0
-        assert training.saving.hold_ups.persist_s > 100.0
+        assert training.saving.totals.persist_s > 100.0
         store.let_go()
         ckpt.wait()
-        assert training.saving.hold_ups.persist_s < 100.0
+        assert training.saving.totals.persist_s < 100.0
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -540,11 +540,11 @@ def test_what_a_save_has_waited_for_in_vain_is_counted(place: Path, monkeypatch:
     store, one = held(place, 1), state()
     with built(store, one, 1) as ckpt:
         step_on(ckpt, one)
-        spent = ckpt._armed(needed=True).saving.hold_ups
+        spent = ckpt._armed(needed=True).saving.totals
         with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="no save of step 2"):
             patched.setattr(Saver, "await_free", lambda saver, timeout: False)
             assert step_on(ckpt, one).error is not None
-        assert [save.step for save, _ in spent._recent] == [1, 2] and spent.stalls_s[1] > 0
+        assert [save.step for save, _ in spent._stalls] == [1, 2] and spent.stalls_s[1] > 0
         store.let_go()
 
 

@@ -64,3 +64,8 @@ def test_a_single_load_imports_few_modules(tmp_path: Path) -> None:
 def test_a_single_save_by_one_process_imports_nothing_of_many(tmp_path: Path) -> None:
     names = run(f"{SAVE}; print(*sys.modules)", tmp_path).split()
     assert [name for name in names if name.startswith(("tenuto.engine.group", "tenuto.certify", "tenuto.cli"))] == []
+
+
+def test_a_training_imports_nothing_of_certify(tmp_path: Path) -> None:
+    program = "import sys, tenuto; tenuto.Checkpointer(sys.argv[1], {'n': 1}).close(); print(*sys.modules)"
+    assert [name for name in run(program, tmp_path).split() if name.startswith(("tenuto.certify", "tenuto.cli"))] == []

@@ -47,16 +47,16 @@ def test_a_save_goes_on_from_what_the_owner_it_waited_for_has_committed(
 
     claim = claims.claim
 
-    def meanwhile(*arguments: Any, look: Any, **options: Any) -> Any:
+    def meanwhile(*arguments: Any, before_put: Any, **options: Any) -> Any:
         def committing() -> None:
             if when == "after it":
-                look()
+                before_put()
             if hidden.exists():
                 hidden.rename(manifest)
             if when != "after it":
-                look()
+                before_put()
 
-        attempt = claim(*arguments, look=committing, **options)
+        attempt = claim(*arguments, before_put=committing, **options)
         claimed.append(attempt.number)
         return attempt
 

@@ -190,18 +190,18 @@ def test_i4_what_the_owner_before_commits_at_its_end_is_gone_on_from(
 ) -> None:
     shutil.move(trained / LAST, tmp_path / "not yet committed")
 
-    def meanwhile(repo: Repo, run: str, parent: Any, *, look: Callable[[], None], **options: Any) -> Any:
+    def meanwhile(repo: Repo, run: str, parent: Any, *, before_put: Callable[[], None], **options: Any) -> Any:
         def committing() -> None:
             if when == "after it":
-                look()
+                before_put()
             if not (trained / LAST).exists():
                 shutil.move(tmp_path / "not yet committed", trained / LAST)
             if when != "after it":
-                look()
+                before_put()
 
-        return claim(repo, run, parent, look=committing, **options)
+        return claim(repo, run, parent, before_put=committing, **options)
 
-    monkeypatch.setattr("tenuto.training.resume.claim", meanwhile)
+    monkeypatch.setattr("tenuto.repo.ownership.claim.claim", meanwhile)
     one = state()
     with tenuto.Checkpointer(trained, one, save=every(steps=1), keep=ALL) as ckpt:
         for _ in ckpt.steps(4):

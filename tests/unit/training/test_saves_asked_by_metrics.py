@@ -183,7 +183,7 @@ def test_a_metric_that_nothing_logs_is_told_at_the_end_of_an_epoch(place: Path) 
 
 
 def test_without_epochs_it_is_told_after_many_steps(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenuto.training.metrics_seen.PATIENCE_STEPS", 3)
+    monkeypatch.setattr("tenuto.training.logged_metrics.PATIENCE_STEPS", 3)
     sink = Warnings()
     with pytest.warns(RuntimeWarning, match="which nothing has logged up to step 3"):
         with tenuto.Checkpointer(place, state(), save=on.drop("x", by=1), sinks=[sink]) as ckpt:

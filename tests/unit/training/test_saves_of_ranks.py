@@ -126,7 +126,7 @@ def train(
                     ckpt.stop()
                 else:
                     ckpt.log(loss=now[0] if ranks.rank == 0 else 0.5 ** min(step, 900))
-                meddle(ckpt._training.saving.hold_ups, ranks.rank, seen[0])  # type: ignore[union-attr]
+                meddle(ckpt._training.saving.totals, ranks.rank, seen[0])  # type: ignore[union-attr]
 
     def working(ranks: Any) -> None:
         try:
@@ -180,7 +180,7 @@ def test_a_share_of_the_first_ranks_time_says_when_all_save(tmp_path: Path) -> N
 
     def meddle(spent: Any, rank: int, seen: Seen) -> None:
         if rank == 1 or len(seen.committed) >= 4:
-            spent._before_s = 1e9
+            spent._stalled_before_s = 1e9
 
     def think(seen: Seen) -> float | None:
         if len(seen.committed) >= 4:

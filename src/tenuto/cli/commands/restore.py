@@ -111,8 +111,8 @@ def _restore(repo: Repo, run: str | None, step: str, export: Export) -> RestoreR
     """Restores the checkpoint into the export; for `latest`, skips damaged ones and reports that."""
     from tenuto.engine.read.choose import restore_checkpoint, restore_latest
     from tenuto.events import CandidateSkipped, Emitter, Event
+    from tenuto.telemetry.log import sentence
     from tenuto.telemetry.progress import ProgressBar
-    from tenuto.telemetry.sentences import sentence
 
     class SkipReporter:
         def emit(self, event: Event) -> None:

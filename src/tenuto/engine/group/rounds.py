@@ -7,11 +7,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from tenuto.concurrency.deadlines import Clock
 from tenuto.engine.save.handle import Save
 from tenuto.errors import CorruptionError, ObjectNotFound, RanksDisagree, SaveFailed, ShardMismatch, TenutoError
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
-from tenuto.ranks.contract import Clock
 from tenuto.ranks.round import Round
 from tenuto.repo.format.object_names import begin_name
 from tenuto.repo.ownership.claim import Attempt

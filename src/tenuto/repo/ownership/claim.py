@@ -1,11 +1,10 @@
-"""Attempts: who trains on a run now. Claimed by create-if-absent, never removed, never renumbered."""
+"""Claims a run: puts the next attempt by create-if-absent. Attempts are never removed and never renumbered."""
 
 from __future__ import annotations
 
 import os
 import secrets
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 from tenuto.crashpoints import crashpoint
@@ -25,21 +24,21 @@ from tenuto.repo.unfinished import close_save, close_unfinished
 
 _POLL_S: Final = 0.25
 DYING_S: Final = 60.0
-"""How long an owner that is alive is waited for: it may be dying."""
+"""How long a claim waits for an owner that is alive: it may be dying."""
 
 Report = Callable[[str], None]
 
 
 class Attempt:
-    """A claimed attempt: the fencing token of one process. Every object that a save of it writes lies under it."""
+    """A claimed attempt: the fencing token of one process. Every object of its saves lies under its name."""
 
     def __init__(self, repo: Repo, record: AttemptRecord, lease: Lease | None) -> None:
-        """`lease`: None where another process of the job keeps it."""
+        """`lease`: None if another process of the job renews it."""
         self.repo = repo
         self.record = record
         self.unsettled: set[CheckpointId] = set()
-        """Saves of this process whose manifests may be seen and are not known to be durable, those under way among
-        them: nothing else may go because of them."""
+        """Saves of this process whose manifests may be visible and are not known to be durable, also those under way:
+        nothing else may be removed because of them."""
         self._lease = lease
         self._pid = os.getpid()
 
@@ -81,21 +80,20 @@ class Attempt:
             )
 
     def release(self, timeout: float | None = None) -> None:
-        """Says that this process is done with the run. Once, until `resume`; in a forked child it does nothing. Raises
-        what `Lease.release` raises: the run then counts as used until its lease runs out."""
+        """Gives the run back. Once, until `resume`; in a forked child it does nothing. Raises what `Lease.release`
+        raises: the run then counts as used until its lease runs out."""
         if os.getpid() == self._pid and self._lease is not None:
             release_ownership(self.repo, self.run, self.number)
             self._lease.release(timeout)
 
     def resume(self) -> None:
-        """Holds the run again after `release`, so that nobody takes this process for gone. Raises Superseded if
-        somebody has claimed the run since, and errors of the store: it is released again then. In a forked child it
-        only checks."""
+        """Owns the run again after `release`. Raises Superseded if another process has claimed it since, and errors of
+        the store: it is released again then. In a forked child it only checks."""
         try:
             if os.getpid() == self._pid and self._lease is not None:
                 take_ownership(self.repo, self.run, self.number)
-                # Before the check: whoever looks from here on finds an owner, whoever has claimed before is found. One
-                # who looked before the beat and claims after the check is met at the commit, as ever.
+                # Before the check: a claim that inspects from here on finds an owner, and one that was put before is
+                # found. One that inspected before the beat and is put after the check is found at the commit.
                 self._lease.resume()
             self.check()
         except BaseException:
@@ -107,15 +105,15 @@ class Attempt:
 
 
 def joined(repo: Repo, record: AttemptRecord) -> Attempt:
-    """The attempt that the coordinator of this job has claimed, as its other processes know it: it is not theirs to
-    release."""
+    """Returns the attempt that the coordinator of this job has claimed, for another process, which does not release
+    it."""
     return Attempt(repo, record, None)
 
 
 def announced(repo: Repo, record: bytes) -> Attempt:
-    """Returns the attempt that rank 0 has claimed and announced. CorruptionError for what is no record of one."""
-    said = canonical_json.loads(record)
-    return joined(repo, decode_attempt(record, str(said["run"]), int(said["attempt"])))
+    """Returns the attempt that rank 0 has claimed and announced. Raises CorruptionError for what is no attempt."""
+    found = canonical_json.loads(record)
+    return joined(repo, decode_attempt(record, str(found["run"]), int(found["attempt"])))
 
 
 def claim(
@@ -129,49 +127,49 @@ def claim(
     beat_s: float = BEAT_S,
     trouble: Trouble | None = None,
     report: Report | None = None,
-    look: Callable[[], object] | None = None,
+    before_put: Callable[[], object] | None = None,
     withdrawn: set[int] | None = None,
 ) -> Attempt:
-    """Claims the run's next attempt, whose training goes on from `parent` (None: from nothing).
+    """Claims the run's next attempt, whose training resumes from `parent` (None: from nothing).
 
-    A dead owner is claimed over at once; one that may be dying is waited for, `wait_s` (a minute) at most, and then
-    raises RunInUse, or is claimed over with `takeover`. `observe`: a watch begun earlier (before the restore), so that
-    waiting for a lease to run out has begun too. Afterwards unfinished saves of earlier attempts are closed and freed.
+    Claims over a dead owner at once; waits for one that may be dying, `wait_s` (a minute) at most, and then raises
+    RunInUse, or claims over it with `takeover`. `observe`: a watch begun earlier (before the restore), so that a lease
+    has begun to run out. Afterwards closes and frees unfinished saves of earlier attempts.
 
     Raises CheckpointNotFound if `parent` vanished or is being removed: where that was seen only after the claim, the
-    attempt stays, as one that goes on from there and has no commit, and the caller chooses anew and claims again. The
-    caller walks I4 again after the claim, with `below=attempt.number`; if the answer is another than `parent`, it
-    restores that and claims again.
+    attempt stays, as one that resumes from there and has no commit. `claim_newest` tries again, and walks I4 again
+    after the claim.
 
-    An attempt that stays unused hides what was committed between its parent and itself. So `look` is called when the
-    owner before has ended, right before the claim is put: what it raises ends the claim, and nothing was put. An owner
-    that is claimed over alive is not looked at first: only the claim stops it. `withdrawn`: the number of an attempt
-    that was put and given back is added; whoever claims again walks as if it had never been.
+    An attempt that stays unused hides what was committed between its parent and itself. So `before_put` is called when
+    the owner before has ended, right before the claim is put: what it raises ends the claim, and nothing was put. It is
+    not called before an owner is claimed over alive: only the claim stops that one. `withdrawn`: the number of an
+    attempt that was put and given back is added; who claims again walks as if it had never been.
 
-    `trouble` is told of lease beats that fail, `report` of damage that was passed
-    over, and of waiting.
+    `trouble` receives lease beats that fail, `report` damage that was passed over, and that the claim waits.
     """
     run = run_key(check_run(run))
     watch = observe or OwnerWatch(repo, run)
-    say: Report = report or (lambda message: None)
+    warn: Report = report or (lambda message: None)
     patience = DYING_S if wait_s is None else wait_s
-    record, previous = _put_claim(repo, run, parent, watch, takeover=takeover, wait_s=patience, say=say, look=look)
+    record, previous = _put_claim(
+        repo, run, parent, watch, takeover=takeover, wait_s=patience, report=warn, before_put=before_put
+    )
     crashpoint("attempt claimed")
     lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
     attempt = Attempt(repo, record, lease)
     take_ownership(repo, run, record.number)
     lease.start()
     try:
-        _take_back_tombstones(repo, record, previous, say)
+        _take_back_tombstones(repo, record, previous, warn)
         _rely_on(repo, parent)
-        _close_earlier(repo, record, lease, previous, say)
+        _close_earlier(repo, record, lease, previous, warn)
     except BaseException:
         if withdrawn is not None:
             withdrawn.add(record.number)
         try:
             attempt.release()
         except TenutoError as error:
-            say(f"the attempt just claimed cannot be released, others will watch its lease: {error.message}")
+            warn(f"the attempt just claimed cannot be released, others will watch its lease: {error.message}")
         raise
     return attempt
 
@@ -184,8 +182,8 @@ def _put_claim(
     *,
     takeover: bool,
     wait_s: float,
-    say: Report,
-    look: Callable[[], object] | None,
+    report: Report,
+    before_put: Callable[[], object] | None,
 ) -> tuple[AttemptRecord, OwnerFinding]:
     deadline = watch.clock.now() + wait_s
     waiting = False
@@ -200,25 +198,26 @@ def _put_claim(
                     subject=str(parent),
                     hint=f"{typed('tenuto', 'ls', repo.url)} shows what is left",
                 )
-            if ended and look is not None:
-                look()
+            if ended and before_put is not None:
+                before_put()
             record = _try_put(repo, run, found.number + 1, parent)
             if record is not None:
                 return record, found
             continue
-        # An owner elsewhere whose lease has not been watched for long enough is neither: that ends within the ttl, but
-        # for a store that is too slow to tell.
+        # An owner elsewhere whose lease has not been watched for long enough is neither: that ends within the ttl,
+        # unless the store answers too slowly.
         hopeless = watch.clock.now() >= deadline + DYING_S
         if found.verdict == "here" or (over and found.verdict == "alive") or hopeless:
             raise _in_use(repo, run, found)
         if not waiting:
-            say(f"run {run} is owned by {_owner_words(found)}; waiting for that to end")
+            report(f"run {run} is owned by {_owner_words(found)}; waiting for that to end")
             waiting = True
         watch.clock.sleep(_POLL_S)
 
 
 def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> AttemptRecord | None:
-    """The claim of the first number from `number` on that no copied directory occupies; None if somebody was faster."""
+    """Claims the first number from `number` on that no copied directory occupies; returns None if another process was
+    faster."""
     while True:
         if parent is not None and parent.run == run and parent.attempt >= number:
             raise CheckpointNotFound(f"there is no checkpoint {parent} to go on from", subject=str(parent))
@@ -237,7 +236,7 @@ def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> 
 
 
 def _reached(repo: Repo, run: str, number: int) -> tuple[int, int] | None:
-    """How far an attempt has come: a place that has more of it knows more than its home."""
+    """Returns how far an attempt has come: a place that has more of it knows more than its home."""
     steps = repo.steps(run, number) if number else []
     return (number, steps[0]) if steps else None
 
@@ -259,7 +258,7 @@ def _owner_words(found: OwnerFinding) -> str:
 
 
 def _rely_on(repo: Repo, parent: CheckpointId | None) -> None:
-    """The claim is durable by now, so a remover that comes later sees it; one that came before is seen here."""
+    """Raises CheckpointNotFound if `parent` was removed. The claim is durable by now, so a later remover sees it."""
     if parent is None:
         return
     repo.store.settle(parent.manifest)
@@ -271,28 +270,29 @@ def _rely_on(repo: Repo, parent: CheckpointId | None) -> None:
         )
 
 
-def _take_back_tombstones(repo: Repo, record: AttemptRecord, previous: OwnerFinding, say: Report) -> None:
-    """Of dead removers; where one had removed the manifest already, what is left goes too."""
+def _take_back_tombstones(repo: Repo, record: AttemptRecord, previous: OwnerFinding, report: Report) -> None:
+    """Takes back the tombstones of dead removers; closes the save where one had removed the manifest already."""
     now_name = object_names.attempt_name(record.run, record.number)
     dead_below = record.number if previous.verdict in ("dead", "free") else 0
     for stone in dead_tombstones(repo, record.run, now_name=now_name, dead_below=dead_below):
         if stone.id.attempt < record.number:
-            close_save(repo, stone.id, by="its removal was cut short", owner_dead=True, report=say)
+            close_save(repo, stone.id, by="its removal was cut short", owner_dead=True, report=report)
         take_back(repo, stone)
     parent = record.parent
     if parent is not None and parent.run != record.run:
-        # A fork: nobody may ever claim that run again, and what died there must not hold this one up.
+        # A fork: that run may never be claimed again, and what died there must not block this one.
         for stone in dead_tombstones(repo, parent.run, now_name=now_name, dead_below=0):
             if stone.id == parent:
                 take_back(repo, stone)
 
 
-def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: OwnerFinding, say: Report) -> None:
-    """Closes unfinished saves of earlier attempts, highest first, down to one that has seen to all below it.
+def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: OwnerFinding, report: Report) -> None:
+    """Closes unfinished saves of earlier attempts, highest first, down to one whose lease says that all below it are
+    closed.
 
-    Leases are removed only after this attempt's own lease durably says that everything below is closed: so there always
-    is one that says so, and a claim never has to look at every attempt there has ever been. An owner that still lives
-    (it was claimed over) may put objects yet: then nothing is said, and the next claim looks again.
+    Leases are removed only after this attempt's own lease durably says so: there always is one that does, and a claim
+    never has to inspect every attempt that ever was. An owner that is still alive (it was claimed over) may put more
+    objects: then the lease says nothing, and the next claim inspects them again.
     """
     by = f"attempt {record.number} claimed run {record.run}"
     dead: list[int] = []
@@ -300,7 +300,7 @@ def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Ow
     for number in reversed([n for n in repo.attempts(record.run) if n < record.number]):
         last = read_last(repo, record.run, number)[1]
         gone = previous.verdict == "dead" if number == previous.number else _is_gone(repo, record.run, number, last)
-        close_unfinished(repo, record.run, number, by=by, owner_dead=gone, report=say)
+        close_unfinished(repo, record.run, number, by=by, owner_dead=gone, report=report)
         if gone:
             dead.append(number)
         all_dead = all_dead and gone
@@ -311,7 +311,7 @@ def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Ow
     try:
         lease.say_closed()
     except TenutoError as error:
-        say(f"the lease could not say that earlier saves are closed: {error}")
+        report(f"the lease could not say that earlier saves are closed: {error}")
         return
     for number in dead:
         directory = object_names.lease_directory(record.run, number)
@@ -319,8 +319,8 @@ def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Ow
 
 
 def _is_gone(repo: Repo, run: str, number: int, last: LeaseRecord | None) -> bool:
-    """Whether the owner of an attempt below the previous one has ended. Where only its lease could tell, it counts as
-    ended: somebody has claimed over it, and watched it, before."""
+    """Returns whether the owner of an attempt below the previous one has ended. Where only its lease could show it, it
+    counts as ended: an earlier claim has watched it."""
     try:
         record = repo.find_attempt(run, number)
     except CorruptionError:
@@ -333,45 +333,74 @@ def _is_gone(repo: Repo, run: str, number: int, last: LeaseRecord | None) -> boo
 
 
 # --------------------------------------------------------------------------------------------------
-# Claiming a run for one piece of work, to go on from what is its newest checkpoint then.
+# Claiming a run for work that continues from its newest checkpoint, anew where another process has committed since.
 
 CLAIMS = 3
-"""How often it is tried where others keep committing."""
+"""How often a claim is tried where others keep committing."""
 
 
 class _Newer(Exception):
     """Another checkpoint is the newest by now; no claim was put."""
 
 
-def claim_for_maintenance(
+def claim_newest(
     repo: Repo,
     run: str,
     newest: CheckpointId | None,
     parent: CheckpointId | None,
     *,
-    withdrawn: set[int],
+    again: Callable[[], tuple[CheckpointId | None, CheckpointId | None]],
+    stale: Callable[[], bool] = lambda: False,
+    withdrawn: set[int] | None = None,
+    takeover: bool = False,
     wait_s: float | None = None,
+    observe: OwnerWatch | None = None,
+    trouble: Trouble | None = None,
     report: Report | None = None,
-) -> Attempt | None:
-    """Claims the run, going on from `parent`, if `newest` is what `latest` means both before and after; None where it
-    is not, and the claim, if it was put, is given back: the caller looks again. An owner that was waited for commits
-    at its end. `withdrawn` and the rest: as `claim`, whose errors it raises.
+) -> Attempt:
+    """Claims the run for work that continues from `newest`, the checkpoint that `latest` meant before; `parent` is what
+    the attempt is claimed from.
+
+    An owner that is waited for commits at its end. So `latest` is compared right before the claim is put, and again
+    after it. Where it means another checkpoint, where `parent` is gone, or where `stale` says that the work is
+    outdated, a claim that was put is given back, `again` returns both anew, and the run is claimed anew. Raises
+    Superseded if that has happened three times; the rest as in `claim`.
     """
-    try:
-        look = partial(_assert_newest, repo, run, newest, withdrawn)
-        attempt = claim(repo, run, parent, wait_s=wait_s, report=report, look=look, withdrawn=withdrawn)
-    except _Newer:
-        return None
-    unused = True
-    try:
-        unused = latest(repo, run, below=attempt.number, withdrawn=withdrawn) != newest
-    finally:
-        if unused:
-            withdrawn.add(attempt.number)
-            attempt.release()
-    return None if unused else attempt
+    run, withdrawn = run_key(check_run(run)), set() if withdrawn is None else withdrawn
 
+    def refuse_if_newer() -> None:
+        if latest(repo, run, withdrawn=withdrawn) != newest:
+            raise _Newer
 
-def _assert_newest(repo: Repo, run: str, newest: CheckpointId | None, withdrawn: set[int]) -> None:
-    if latest(repo, run, withdrawn=withdrawn) != newest:
-        raise _Newer
+    for tries in range(CLAIMS):
+        if tries:
+            newest, parent = again()
+        try:
+            attempt = claim(
+                repo,
+                run,
+                parent,
+                takeover=takeover,
+                wait_s=wait_s,
+                observe=observe,
+                trouble=trouble,
+                report=report,
+                before_put=refuse_if_newer,
+                withdrawn=withdrawn,
+            )
+        except (_Newer, CheckpointNotFound):
+            continue
+        unused = True
+        try:
+            unused = latest(repo, run, below=attempt.number, withdrawn=withdrawn) != newest or stale()
+        finally:
+            if unused:
+                withdrawn.add(attempt.number)
+                attempt.release()
+        if not unused:
+            return attempt
+    raise Superseded(
+        f"another process keeps committing to run {run!r} while this one claims it",
+        subject=run,
+        hint=typed("tenuto", "ls", repo.url, "--run", run),
+    )

@@ -1,7 +1,7 @@
-"""An attempt's lease: a counter that moves while its owner lives.
+"""An attempt's lease: a counter that increases while its owner is alive.
 
-An observer on another host watches the counter on its own clock. So a beat is a new object, `lease/<n>.json`, and no
-clock of the owner's is in it.
+An observer on another host watches the counter by its own clock. So a beat is a new object, `lease/<n>.json`, without
+any time of the owner's.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tenuto.repo.repository import Repo
 
 BEAT_S: Final = 3.0
 TTL_S: Final = 15.0
-"""An observer takes a lease for dead whose counter has not moved for this long on the observer's clock."""
+"""A lease whose counter has not changed for so long, by the observer's clock, counts as dead."""
 _RELEASE_S: Final = 10.0
-"""How long `release` waits for the store, if it is not told otherwise."""
+"""How long `release` waits for the store by default."""
 
 Trouble = Callable[[TenutoError], None]
 
 
 def read_last(repo: Repo, run: str, attempt: int) -> tuple[int, LeaseRecord | None]:
-    """The counter (0 where there is no lease), and the newest beat that can be read."""
+    """Returns the counter (0 if there is no lease), and the newest beat that can be read."""
     directory = object_names.lease_directory(run, attempt)
     numbers = sorted(
         n for f in repo.store.children(directory).objects if (n := object_names.parse_numbered(f)) is not None
@@ -43,10 +43,10 @@ def read_last(repo: Repo, run: str, attempt: int) -> tuple[int, LeaseRecord | No
 
 
 class Lease:
-    """The beating side. One per claimed attempt; a daemon thread puts a beat every `interval_s`.
+    """Renews the lease of a claimed attempt: a daemon thread puts a beat every `interval_s`.
 
-    A beat that fails is reported to `trouble` (from the thread) and tried again at the next: the store may be back, and
-    until then only observers elsewhere may take the owner for dead. A forked child holds a copy that does nothing.
+    A beat that fails is reported to `trouble` (from the thread) and the next one is put in its time: until then only
+    observers elsewhere may take the owner for dead. A forked child has a copy that does nothing.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Puts the first beat, then goes on by itself."""
+        """Puts the first beat, and the following ones in a thread."""
         self._try_beat()
-        self._go_on()
+        self._start_thread()
 
     def resume(self) -> None:
-        """Beats again after `release`, the first time now. Nothing where it beats, and in a forked child. Raises
-        StoreError if that beat cannot be put: while the last one says released, everybody takes the owner for gone."""
+        """Beats again after `release`, the first time now. Does nothing unless released, and in a forked child. Raises
+        StoreError if that beat cannot be put: while the last one says released, the owner counts as gone."""
         if not self._released or os.getpid() != self._pid:
             return
         self._released = False
         self.beat()
-        self._go_on()
+        self._start_thread()
 
     def beat(self) -> None:
         """Puts the next beat, and removes the one before the last. Raises StoreError."""
@@ -84,14 +84,14 @@ class Lease:
             self._put(released=False)
 
     def say_closed(self) -> None:
-        """From the next beat on, and one is put now: no unfinished save of an earlier attempt is left."""
+        """Puts a beat which says, as do all later ones, that no unfinished save of an earlier attempt is left."""
         self._closed = True
         self.beat()
 
     def release(self, timeout: float | None = None) -> None:
-        """Ends the beating, with a last beat that says so. Once, until `resume`; nothing in a forked child. Raises
-        StoreError if that beat cannot be put, DeadlineExceeded if the store hangs for `timeout` seconds (10 if not
-        given): observers then wait for the ttl."""
+        """Puts a last beat, which says that the run is released. Once, until `resume`; does nothing in a forked child.
+        Raises StoreError if that beat cannot be put, DeadlineExceeded if the store hangs for `timeout` seconds (10 by
+        default): observers then wait for the ttl."""
         if self._released or os.getpid() != self._pid:
             return
         self._released = True
@@ -104,10 +104,10 @@ class Lease:
 
     def _last_beat(self) -> None:
         with self._beating:
-            if self._released:  # else it hung for so long that the owner has gone on meanwhile
+            if self._released:  # else it hung for so long that the owner has resumed meanwhile
                 self._put(released=True)
 
-    def _go_on(self) -> None:
+    def _start_thread(self) -> None:
         self._stop = threading.Event()
         name = f"tenuto-lease-{self._record.run}-{self._record.number}"
         self._thread = threading.Thread(target=self._run, args=(self._stop,), name=name, daemon=True)

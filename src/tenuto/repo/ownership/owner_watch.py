@@ -1,4 +1,4 @@
-"""Watching the owner of a run, from here: by its process where this host can tell, else by its lease."""
+"""Watches the owner of a run: by its process where this host can judge it, else by its lease."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from tenuto.concurrency.deadlines import Clock
 from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import AttemptRecord
 from tenuto.repo.ownership.lease import BEAT_S, TTL_S, read_last
-from tenuto.repo.process import MonotonicClock, judge, this_process
+from tenuto.repo.process import judge, this_process
 from tenuto.repo.repository import Repo
 
 SLOW_S: Final = 2 * BEAT_S
-"""A store that takes longer to answer one look may have answered its owner's beats no sooner: that time tells nothing
-of the owner."""
+"""A store that takes longer to answer one inspection may have delayed its owner's beats as well: that time says
+nothing about the owner."""
 
 _held: Final[set[tuple[int, str, str, int]]] = set()
 """(pid, repository id, run, attempt) of what this process has claimed and not released; a forked child's pid
@@ -27,10 +28,10 @@ _held_lock: Final = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class OwnerFinding:
-    """What is known of the run's owner. `number`: the highest attempt that somebody claimed, 0 if none.
+    """What is known of the run's owner. `number`: the highest claimed attempt, 0 if none.
 
-    free: nobody has ever claimed the run. dead, alive: known. here: this very process. unknown: its lease has to be
-    watched for longer.
+    free: the run was never claimed. dead, alive: known. here: this very process. unknown: its lease has to be watched
+    for longer.
     """
 
     verdict: Literal["free", "dead", "alive", "here", "unknown"]
@@ -40,15 +41,13 @@ class OwnerFinding:
 
 
 class OwnerWatch:
-    """Watches one run. Each `look` is one listing and a few small reads; a lease is judged by what two looks, at least
-    `ttl_s` apart on this process's own clock, have seen of it. Begun before a restore, it has decided when that is
-    done.
-    """
+    """Watches one run. Each inspection is one listing and a few small reads; a lease is judged by two inspections, at
+    least `ttl_s` apart by this process's own clock. Begun before a restore, it has decided when that is done."""
 
-    def __init__(self, repo: Repo, run: str, *, clock: MonotonicClock | None = None, ttl_s: float = TTL_S) -> None:
+    def __init__(self, repo: Repo, run: str, *, clock: Clock | None = None, ttl_s: float = TTL_S) -> None:
         self.repo = repo
         self.run = run_key(run)
-        self.clock = clock or MonotonicClock()
+        self.clock = clock or Clock()
         self._ttl_s = ttl_s
         self._seen: tuple[int, int] | None = None
         self._since = 0.0
@@ -75,7 +74,7 @@ class OwnerWatch:
         return self._watched(number, record, counter, began)
 
     def _owner(self) -> tuple[int, AttemptRecord | None]:
-        """The highest attempt that somebody claimed; its record is None where it is damaged."""
+        """Returns the highest claimed attempt; its record is None if it is damaged."""
         for number in reversed(self.repo.attempts(self.run)):
             try:
                 record = self.repo.find_attempt(self.run, number)
@@ -93,7 +92,7 @@ class OwnerWatch:
             self._seen, self._since, self._moved = (number, counter), now, True
         elif now - began > SLOW_S:
             self._since = now
-        # What this look has read may be as old as its beginning: the lease may have moved since then.
+        # What this inspection has read may be as old as its beginning: the lease may have changed since then.
         if began - self._since >= self._ttl_s:
             return OwnerFinding("dead", number, record, f"its lease has not moved for {began - self._since:.0f} s")
         if self._moved:
@@ -112,24 +111,24 @@ def release_ownership(repo: Repo, run: str, number: int) -> None:
 
 
 def owned_here(repo: Repo, run: str, number: int) -> bool:
-    """Whether this process has claimed the attempt and not released it."""
+    """Returns whether this process has claimed the attempt and not released it."""
     with _held_lock:
         return (os.getpid(), repo.id, run, number) in _held
 
 
 # --------------------------------------------------------------------------------------------------
-# Which runs nobody trains on now: judged by the process where this host can tell, else by watching the lease.
+# Runs without a live owner.
 
 Finished = Mapping[str, int]
-"""Run to the number of its highest attempt, for the runs whose owner was found dead. Once dead, an attempt stays so; a
-higher number seen later is a new owner."""
+"""The highest attempt of each run whose owner was found dead. It stays dead; a higher number seen later is a new
+owner."""
 
 _POLL_S = 0.5
 
 
 def finished_runs(repo: Repo, runs: Iterable[str], watches: Iterable[OwnerWatch] = ()) -> dict[str, int]:
-    """Looks at the owner of each run. Takes as long as a lease's ttl (15 s) where an owner lived on another host and
-    has not released its lease; else no time. `watches`: begun earlier, or with a clock of the caller's."""
+    """Returns the runs whose owner is dead. Takes a lease's ttl (15 s) if an owner on another host has not released its
+    lease; else no time. `watches`: begun earlier, or with a clock of the caller's."""
     begun = {watch.run: watch for watch in watches}
     waiting = [begun.get(run) or OwnerWatch(repo, run) for run in runs]
     found: dict[str, int] = {}
@@ -148,29 +147,24 @@ def finished_runs(repo: Repo, runs: Iterable[str], watches: Iterable[OwnerWatch]
 
 
 def is_finished(repo: Repo, run: str, finished: Finished) -> bool:
-    """Whether the owner that was found dead still is the run's last one."""
+    """Returns whether the owner that was found dead still is the run's last one."""
     known = finished.get(run)
-    return known is not None and not any(_counts(repo, run, n) for n in repo.attempts(run) if n > known)
+    return known is not None and not any(
+        _is_claimed(repo, run, n, damaged=True) for n in repo.attempts(run) if n > known
+    )
 
 
 def may_still_save(repo: Repo, id: CheckpointId, finished: Finished) -> bool:
-    """Whether the attempt that `id` lies under may have a save in flight: the run's last one, unless found dead. One
-    without a readable record is given the benefit of the doubt."""
-    higher = any(_claimed(repo, id.run, n) for n in repo.attempts(id.run) if n > id.attempt)
+    """Returns whether the attempt of `id` may have a save in flight: the run's last one, unless found dead. One without
+    a readable record may."""
+    higher = any(_is_claimed(repo, id.run, n, damaged=False) for n in repo.attempts(id.run) if n > id.attempt)
     return not higher and not is_finished(repo, id.run, finished)
 
 
-def _claimed(repo: Repo, run: str, number: int) -> bool:
-    """Whether this attempt certainly was claimed."""
+def _is_claimed(repo: Repo, run: str, number: int, *, damaged: bool) -> bool:
+    """Returns whether this attempt was claimed, and is not a copied or empty directory; `damaged`: the answer for a
+    damaged record."""
     try:
         return repo.find_attempt(run, number) is not None
     except CorruptionError:
-        return False
-
-
-def _counts(repo: Repo, run: str, number: int) -> bool:
-    """Whether this attempt may have been claimed; a directory that is a copy, or that nobody claimed, was not."""
-    try:
-        return repo.find_attempt(run, number) is not None
-    except CorruptionError:
-        return True
+        return damaged

@@ -1,0 +1,165 @@
+"""What is logged beside a save: metrics that policies read, and metrics and tags noted once it is committed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tenuto.engine.save.handle import Save
+from tenuto.errors import MetricNotLogged, TenutoError
+from tenuto.maintenance.facts import known_metrics
+from tenuto.model.canonical_json import tag_number
+from tenuto.model.ids import CheckpointId
+from tenuto.policy.keep import KeepPolicy
+from tenuto.policy.save import Moment, SavePolicy
+from tenuto.repo.lineage import walk
+from tenuto.repo.notes import add_note
+from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.refs import find_tag, is_damaged, put_ref
+from tenuto.repo.repository import Repo
+
+
+class SavedMetrics:
+    """The saves of the line of training, oldest first, with the metrics that the policy reads."""
+
+    def __init__(self, policy: SavePolicy) -> None:
+        self._wanted = policy.metrics()
+        self._saves: list[tuple[Save, dict[str, float]]] = []
+
+    def begin(self, repo: Repo, run: str, attempt: Attempt) -> None:
+        """Reads the metrics of the saves that lead to the restored checkpoint."""
+        if self._wanted:
+            for id in walk(repo, run, below=attempt.number + 1):
+                save = Save(id, "", reason="restored")
+                save.end()
+                self._saves.insert(0, (save, known_metrics(repo, id)))
+
+    def add(self, save: Save, metrics: Mapping[str, float]) -> None:
+        """Adds metrics of a save, also those that come late: the next decision compares with them."""
+        wanted = {name: value for name, value in metrics.items() if name in self._wanted}
+        for known, before in reversed(self._saves):
+            if known.id == save.id:
+                before.update(wanted)
+                return
+        if wanted:
+            self._saves.append((save, wanted))
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Returns those of each save that has not failed."""
+        return [metrics for save, metrics in self._saves if save.state != "failed"]
+
+
+PATIENCE_STEPS = 1000
+"""Steps after which a metric that nothing has logged is reported, if no epoch has ended before."""
+
+
+class UnloggedMetrics:
+    """Warns of metrics that policies read and nothing has logged: a misspelt name saves nothing, or keeps
+    everything."""
+
+    def __init__(self, policy: SavePolicy, warn: Callable[[str], None]) -> None:
+        self._policy = policy
+        self._warn = warn
+        self._logged: set[str] = set()
+        self._asked_step: int | None = None
+        self._warned = False
+
+    @property
+    def logged(self) -> frozenset[str]:
+        return frozenset(self._logged)
+
+    def seen(self, metrics: Mapping[str, float]) -> None:
+        self._logged.update(metrics)
+
+    def asked(self, moment: Moment, first_step: int, keep: KeepPolicy | None) -> None:
+        """Records that the policy is asked. Warns once that has happened for long enough, since a job that is killed
+        never comes to its end. `keep`: None while nothing has been saved that it could judge."""
+        self._asked_step = moment.step
+        self.seen(moment.metrics)
+        if not self._warned and (moment.epoch_ended or moment.step >= first_step + PATIENCE_STEPS):
+            self._warned = self.warn_of_missing(keep)
+
+    def warn_of_missing(self, keep: KeepPolicy | None) -> bool:
+        """Warns of the metrics that are missing; returns whether there are any."""
+        unasked = sorted(self._policy.metrics() - self._logged) if self._asked_step is not None else []
+        if unasked:
+            self._warn_of(unasked, f"{self._policy!r} asks by", "that part of it saves nothing")
+        missing = sorted(keep.metrics() - self._logged) if keep is not None else []
+        if missing:
+            self._warn_of(missing, f"{keep!r} judges by", "until then all are kept")
+        return bool(unasked or missing)
+
+    def _warn_of(self, missing: Sequence[str], who: str, so: str) -> None:
+        names, there = ", ".join(map(repr, missing)), ", ".join(map(repr, sorted(self._logged))) or "none"
+        message = (
+            f"{who} {names}, which nothing has logged up to step {self._asked_step or 0} (metrics logged: {there}); "
+            f"{so}"
+        )
+        self._warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
+
+
+@dataclass(slots=True)
+class _Notes:
+    save: Save
+    metrics: dict[str, float] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
+
+
+class DeferredNotes:
+    """Metrics that came late, and tags, which wait for their saves to be committed. From any thread; warns of what
+    fails."""
+
+    def __init__(self, repo: Repo, *, warn: Callable[[str], None]) -> None:
+        self._repo = repo
+        self._warn = warn
+        self._lock = threading.Lock()
+        self._pending: dict[CheckpointId, _Notes] = {}
+
+    def note(self, save: Save, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self._pending.setdefault(save.id, _Notes(save)).metrics.update(metrics)
+
+    def tag(self, save: Save, names: Iterable[str]) -> None:
+        with self._lock:
+            tags = self._pending.setdefault(save.id, _Notes(save)).tags
+            tags.extend(name for name in names if name not in tags)
+
+    @property
+    def waits(self) -> bool:
+        """Whether something of a save that has ended is still to be written."""
+        with self._lock:
+            return any(notes.save.done for notes in self._pending.values())
+
+    def write(self) -> None:
+        """Writes what belongs to saves that have ended; drops the metrics of one that failed, which is reported
+        elsewhere."""
+        with self._lock:
+            ready = [notes for notes in self._pending.values() if notes.save.done]
+            for notes in ready:
+                del self._pending[notes.save.id]
+        for notes in ready:
+            if notes.save.committed:
+                self._note(notes)
+                self._tag(notes)
+            elif notes.tags:
+                self._warn(f"{notes.save.id} was not saved, and so not tagged {', '.join(notes.tags)}")
+
+    def _note(self, notes: _Notes) -> None:
+        if not notes.metrics:
+            return
+        body = {name: tag_number(value) for name, value in notes.metrics.items()}
+        try:
+            add_note(self._repo, notes.save.id, "metric", body)
+        except TenutoError as error:
+            self._warn(f"the metrics {sorted(body)} of {notes.save.id} could not be noted: {error.message}")
+
+    def _tag(self, notes: _Notes) -> None:
+        for name in notes.tags:
+            try:
+                before = None if is_damaged(self._repo, "tag", name) else find_tag(self._repo, name)
+                put_ref(self._repo, "tag", name, notes.save.id)
+                if before is not None and before.run != notes.save.id.run:
+                    self._warn(f"the tag {name!r} has moved from {before} of another run to {notes.save.id}")
+            except TenutoError as error:
+                self._warn(f"{notes.save.id} could not be tagged {name!r}: {error.message}")
