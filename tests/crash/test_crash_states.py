@@ -24,35 +24,35 @@ SEED = 20
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_i1_i3_i4_hold_after_a_crash_at_any_call(name: str) -> None:
-    result = run_unit(Unit(name, SEED, each=9, part=5), restart_one_in=25)
+    result = run_unit(Unit(name, SEED, each=5, part=6), restart_one_in=25)
     assert result.violations == []
     assert result.states > 10
 
 
-@pytest.mark.parametrize("after", [3, 21, 46, 77, 90])
+@pytest.mark.parametrize("after", [3, 46, 90])
 def test_a_successor_of_a_killed_process_relies_on_nothing_that_is_not_durable(after: int) -> None:
-    result = run_unit(Unit("several saves", SEED, each=9, after=after, part=2), restart_one_in=25)
+    result = run_unit(Unit("several saves", SEED, each=6, after=after, part=2), restart_one_in=25)
     assert result.violations == []
     assert result.states > 20
 
 
-@pytest.mark.parametrize("after", [60, 75, 90, 105, 120])
+@pytest.mark.parametrize("after", [60, 90, 120])
 def test_a_process_that_is_killed_with_two_saves_in_flight(after: int) -> None:
-    result = run_unit(Unit("two in flight", SEED, each=9, after=after, part=2), restart_one_in=25)
+    result = run_unit(Unit("two in flight", SEED, each=6, after=after, part=2), restart_one_in=25)
     assert result.violations == []
     assert result.states > 20
 
 
-@pytest.mark.parametrize("crash", [1, 2, 3])
+@pytest.mark.parametrize("crash", [1, 3])
 def test_a_crash_of_the_job_that_was_restarted_after_a_crash(crash: int) -> None:
-    result = run_unit(Unit("retention", SEED, each=9, crash=crash, part=2), restart_one_in=25)
+    result = run_unit(Unit("retention", SEED, each=6, crash=crash, part=2), restart_one_in=25)
     assert result.violations == []
     assert result.states > 20
 
 
 @pytest.mark.parametrize("bug", thinned(BUGS, 3), ids=lambda bug: bug.name)
 def test_a_seeded_bug_is_caught(bug: Bug) -> None:
-    found = hunt(bug, SEED, each=7, limit=2500)
+    found = hunt(bug, SEED, each=4, limit=1500)
     assert found.caught, f"{bug.name}: {bug.breaks}; not seen in {found.states} states"
 
 
@@ -135,7 +135,7 @@ def test_the_distinct_states_are_distinct() -> None:
     recording = SCENARIOS["several saves"].record(SEED)
     seen: set[bytes] = set()
     trees = [
-        tuple(state.image.tree().items()) for state in crash_states(recording, each=9, seed=1, seen=seen) if state.new
+        tuple(state.image.tree().items()) for state in crash_states(recording, each=6, seed=1, seen=seen) if state.new
     ]
     assert len(set(trees)) == len(trees) == len(seen)
 
