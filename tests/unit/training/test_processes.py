@@ -76,7 +76,7 @@ except tenuto.TenutoError as error:
 def test_a_run_that_another_process_trains_is_refused_and_names_it(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tenuto.repo.ownership.claim.claim.__kwdefaults__", {**_claim_defaults(), "wait_s": 0.05})
+    monkeypatch.setattr("tenuto.repo.ownership.claim.DYING_S", 0.05)
     child = spawn(place, TRAINS_UNTIL_TOLD)
     try:
         assert read(child) == "at work"
@@ -89,16 +89,10 @@ def test_a_run_that_another_process_trains_is_refused_and_names_it(
     assert steps_of(place) == [3, 2, 1]
 
 
-def _claim_defaults() -> dict[str, object]:
-    from tenuto.repo.ownership.claim import claim
-
-    return dict(claim.__kwdefaults__ or {})
-
-
 def test_i11_the_one_claimed_over_gets_superseded_and_commits_nothing(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tenuto.repo.ownership.claim.claim.__kwdefaults__", {**_claim_defaults(), "wait_s": 0.05})
+    monkeypatch.setattr("tenuto.repo.ownership.claim.DYING_S", 0.05)
     child = spawn(place, TRAINS_UNTIL_TOLD)
     try:
         assert read(child) == "at work"
