@@ -19,10 +19,10 @@ SLOW_S: Final = 2 * BEAT_S
 """A store that takes longer to answer one look may have answered its owner's beats no sooner: that time tells nothing
 of the owner."""
 
-_held: Final[set[tuple[int, str, str, int]]] = set()
+_owned: Final[set[tuple[int, str, str, int]]] = set()
 """(pid, repository id, run, attempt) of what this process has claimed and not released; a forked child's pid
 differs."""
-_held_lock: Final = threading.Lock()
+_owned_lock: Final = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class OwnerWatch:
         return self._watched(number, record, counter, began)
 
     def _owner(self) -> tuple[int, AttemptRecord | None]:
-        """The highest attempt that somebody claimed; its record is None where it is damaged."""
+        """Returns the highest claimed attempt; its record is None if it is damaged."""
         for number in reversed(self.repo.attempts(self.run)):
             try:
                 record = self.repo.find_attempt(self.run, number)
@@ -102,19 +102,19 @@ class OwnerWatch:
 
 
 def take_ownership(repo: Repo, run: str, number: int) -> None:
-    with _held_lock:
-        _held.add((os.getpid(), repo.id, run, number))
+    with _owned_lock:
+        _owned.add((os.getpid(), repo.id, run, number))
 
 
 def release_ownership(repo: Repo, run: str, number: int) -> None:
-    with _held_lock:
-        _held.discard((os.getpid(), repo.id, run, number))
+    with _owned_lock:
+        _owned.discard((os.getpid(), repo.id, run, number))
 
 
 def owned_here(repo: Repo, run: str, number: int) -> bool:
-    """Whether this process has claimed the attempt and not released it."""
-    with _held_lock:
-        return (os.getpid(), repo.id, run, number) in _held
+    """Returns whether this process has claimed the attempt and not released it."""
+    with _owned_lock:
+        return (os.getpid(), repo.id, run, number) in _owned
 
 
 # --------------------------------------------------------------------------------------------------
@@ -148,20 +148,20 @@ def finished_runs(repo: Repo, runs: Iterable[str], watches: Iterable[OwnerWatch]
 
 
 def is_finished(repo: Repo, run: str, finished: Finished) -> bool:
-    """Whether the owner that was found dead still is the run's last one."""
+    """Returns whether the owner that was found dead still is the run's last one."""
     known = finished.get(run)
     return known is not None and not any(_counts(repo, run, n) for n in repo.attempts(run) if n > known)
 
 
 def may_still_save(repo: Repo, id: CheckpointId, finished: Finished) -> bool:
-    """Whether the attempt that `id` lies under may have a save in flight: the run's last one, unless found dead. One
-    without a readable record is given the benefit of the doubt."""
+    """Returns whether the attempt of `id` may have a save in flight: it is the run's last one and was not found dead.
+    An attempt without a readable record counts as alive."""
     higher = any(_claimed(repo, id.run, n) for n in repo.attempts(id.run) if n > id.attempt)
     return not higher and not is_finished(repo, id.run, finished)
 
 
 def _claimed(repo: Repo, run: str, number: int) -> bool:
-    """Whether this attempt certainly was claimed."""
+    """Returns whether this attempt certainly was claimed."""
     try:
         return repo.find_attempt(run, number) is not None
     except CorruptionError:
@@ -169,7 +169,7 @@ def _claimed(repo: Repo, run: str, number: int) -> bool:
 
 
 def _counts(repo: Repo, run: str, number: int) -> bool:
-    """Whether this attempt may have been claimed; a directory that is a copy, or that nobody claimed, was not."""
+    """Returns whether this attempt may have been claimed. A copied or unclaimed directory was not."""
     try:
         return repo.find_attempt(run, number) is not None
     except CorruptionError:
