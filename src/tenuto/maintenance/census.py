@@ -1,7 +1,7 @@
-"""Everything that lies in a repository's store, told apart: checkpoints, unfinished saves, copies, strangers.
+"""The census classifies everything in a repository's store: checkpoints, unfinished saves, copies, foreign objects.
 
-One walk over the names, then one read of each save's `begin.json` and of what lies under its manifest's name. What
-cannot be read counts as needed: only an object that was read and understood can ever be called garbage.
+It walks over the names once, then reads each save's `begin.json` and the object under its manifest's name. An
+unreadable object counts as needed: only one that was read and understood can be garbage.
 """
 
 from __future__ import annotations

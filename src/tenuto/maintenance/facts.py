@@ -6,7 +6,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from tenuto.errors import CheckpointNotFound, CorruptionError
-from tenuto.maintenance.remove import verification_of, verification_state
+from tenuto.maintenance.remove import ignore, verification_of, verification_state
 from tenuto.model.canonical_json import untag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Note
@@ -42,7 +42,7 @@ def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = fro
             entry = snapshot.entry(id)
         except CheckpointNotFound:
             continue  # removed since it was listed
-        noted = notes(snapshot, id, report=_pass)
+        noted = notes(snapshot, id, report=ignore)
         note = verification_of(noted)
         facts = CheckpointFacts(
             id=id,
@@ -69,7 +69,7 @@ def known_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
         logged = {}
     except CheckpointNotFound:
         return {}
-    return with_notes(logged, notes(repo, id, report=_pass))
+    return with_notes(logged, notes(repo, id, report=ignore))
 
 
 def seconds_of(created: str) -> float | None:
@@ -150,7 +150,3 @@ def _forked_from(repo: Repo, other: str, run: str) -> bool:
         if record is not None and record.parent is not None and record.parent.run != other:
             return True
     return False
-
-
-def _pass(message: str) -> None:
-    """Ignores a damaged note; verify reports it."""

@@ -8,7 +8,7 @@ name for an aborted mark, so that neither a late commit nor an undelete can come
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -237,7 +237,7 @@ def _delete(repo: Repo, id: CheckpointId, finished: Finished) -> str:
         if not why:
             # What has been in the trash had been committed: no writer is left that could put more of it.
             sweep(repo, save, keep_begin=not save.trash and may_still_save(repo, id, finished))
-            take_back_marks(repo, save.marks)
+            repo.store.delete([entry.name for entry in save.marks])
     except TenutoError:
         take_back(repo, stone)
         raise
@@ -379,10 +379,6 @@ def valid_marks(repo: Repo, save: SaveDirectory) -> list[Entry]:
     """Returns the marks that refer to the save as it is now. One from before a removal that was undone and repeated
     does not count: otherwise the second removal had no grace."""
     return [entry for entry in save.marks if _speaks_of(repo, entry, save)]
-
-
-def take_back_marks(repo: Repo, marks: Iterable[Entry]) -> None:
-    repo.store.delete([entry.name for entry in marks])
 
 
 def _speaks_of(repo: Repo, entry: Entry, save: SaveDirectory) -> bool:

@@ -29,6 +29,7 @@ from tenuto.errors import (
     typed,
 )
 from tenuto.maintenance.findings import Finding, numbered_findings
+from tenuto.maintenance.remove import ignore
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
@@ -199,7 +200,8 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
             message = f"{url} lacks {count(lacking, 'object')} of it: `{brings}` brings what can be read elsewhere"
             found.findings.append(Finding(found.id, "info", message, harms_restore=False))
     _check_begin(repo, found, found.manifest)
-    _check_attempt(repo, found)
+    name = object_names.attempt_name(id.run, id.attempt)
+    _read_small(repo, found, name, lambda data: decode_attempt(data, id.run, id.attempt))
     _check_notes(repo, found)
     return found
 
@@ -438,12 +440,6 @@ def _check_begin(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         found.error(f"does not list {', '.join(sorted(named - set(begin.names)))}", name, harms=False)
 
 
-def _check_attempt(repo: Repo, found: Inspection) -> None:
-    id = found.id
-    name = object_names.attempt_name(id.run, id.attempt)
-    _read_small(repo, found, name, lambda data: decode_attempt(data, id.run, id.attempt))
-
-
 def _read_small(repo: Repo, found: Inspection, name: str, decode: Callable[[bytes], Small]) -> Small | None:
     """Reads and decodes an object. Returns None if it cannot be read, a finding that harms no restore."""
     try:
@@ -462,13 +458,9 @@ def _check_notes(repo: Repo, found: Inspection) -> None:
     there = numbers(repo, directory)
     found.findings += numbered_findings(repo, directory, there, found.id)
     try:
-        found.objects += len(notes(repo, found.id, report=_reported_already))
+        found.objects += len(notes(repo, found.id, report=ignore))
     except StoreError as error:
         found.error(_words(error), error.subject or directory, harms=False)
-
-
-def _reported_already(message: str) -> None:
-    """Ignores a damaged note: `numbered_findings` has reported it."""
 
 
 def _words(error: TenutoError) -> str:

@@ -88,7 +88,7 @@ def is_suspect(repo: Repo, id: CheckpointId) -> bool:
 
 def verification_state(repo: Repo, id: CheckpointId) -> str:
     """Returns the last verification's verdict: verified, suspect, or empty without one. Ignores damaged notes."""
-    return verification_of(notes(repo, id, report=_pass))
+    return verification_of(notes(repo, id, report=ignore))
 
 
 def verification_of(noted: Sequence[Note]) -> str:
@@ -96,7 +96,7 @@ def verification_of(noted: Sequence[Note]) -> str:
     return "" if not kinds else "suspect" if kinds[-1] == "suspect" else "verified"
 
 
-def _pass(message: str) -> None:
+def ignore(message: str) -> None:
     """Ignores a damaged note; verify reports it."""
 
 

@@ -1,7 +1,7 @@
-"""The other places of a repository kept in step with its home: what it no longer knows goes, manifests come.
+"""Brings the other places of a repository in step with its home: frees what the home no longer knows, copies manifests.
 
-Each node sees to its own directory. Nothing is put there before the home has the save's `begin.json`, and that is
-the last that is removed there: what lies in a place without one, under a step that is not the newest, is nobody's.
+Each node does so for its own directory. Nothing is put there before the home has the save's `begin.json`, and that is
+removed last: objects in a place without one, under a step that is not the newest, belong to no save.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ def _free(place: Store, id: CheckpointId) -> bool:
     prefix = len(id.directory) + 1
     found = [entry.name for entry in place.walk(id.directory, leftovers=True)]
     own = [name for name in found if _is_own(name[prefix:])]
-    left = [name for name in found if is_leftover(name) and _is_ours(name.partition(TEMPORARY)[0][prefix:])]
+    final = {name: name.partition(TEMPORARY)[0][prefix:] for name in found if is_leftover(name)}
+    left = [
+        name for name, file in final.items() if _is_own(file) or file in (object_names.BEGIN, object_names.MANIFEST)
+    ]
     place.delete([id.manifest])
     place.delete([*own, *left])
     place.delete([object_names.begin_name(id)])
@@ -199,10 +202,6 @@ def _last_known(places: ReplicatedStore, id: CheckpointId) -> int:
         return max(known)
     steps = map(parse_step, home.children(object_names.attempt_directory(id.run, id.attempt)).directories)
     return max((step for step in steps if step is not None), default=-1)
-
-
-def _is_ours(file: str) -> bool:
-    return _is_own(file) or file in (object_names.BEGIN, object_names.MANIFEST)
 
 
 def _is_own(file: str) -> bool:

@@ -186,15 +186,11 @@ def execute(
             emitter.emit(Removed(stone.id, plan.reason(stone.id)))
             take_back(repo, stone)
     except Exception:
-        _take_back_all(repo, remaining)
+        take_back(repo, *remaining)
         raise
-    _take_back_all(repo, remaining)
+    take_back(repo, *remaining)
     catalog.plan_again = not free.issubset(going)
     return tuple(removed)
-
-
-def _take_back_all(repo: Repo, stones: list[Tombstone]) -> None:
-    repo.store.delete([stone.name for stone in stones])
 
 
 def _superseded(repo: Repo, attempt: Attempt) -> bool:

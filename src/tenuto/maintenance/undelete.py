@@ -1,6 +1,6 @@
 """Undelete: brings a removed checkpoint back, as long as gc has not come near it.
 
-Its packs and index are checked byte for byte; its manifest is put back; then everything is looked at again. Gc and
+Its packs and index are checked byte for byte; its manifest is put back; then everything is checked again. Gc and
 undelete meet at the manifest's name: gc takes it for an aborted mark before it deletes anything, so that only one of
 the two can go on.
 """
@@ -118,7 +118,7 @@ def _check(repo: Repo, id: CheckpointId, data: bytes, *, every_byte: bool) -> in
         raise CorruptionError(f"what lies in the trash for {id} is no manifest", subject=str(id))
     found = inspect(repo, id, manifest)
     if every_byte:
-        scan(found, on_bytes=_uncounted, threads=2)
+        scan(found, on_bytes=lambda nbytes: None, threads=2)
     if found.harmed:
         wrong = "\n".join(f"  {finding}" for finding in found.findings)
         raise CorruptionError(f"{id} would not come back whole:\n{wrong}", subject=str(id))
@@ -169,7 +169,3 @@ def _nothing(repo: Repo, save: SaveDirectory) -> CheckpointNotFound:
     return CheckpointNotFound(
         f"{save.id} cannot be brought back: {why}", subject=str(save.id), hint=typed("tenuto", "ls", repo.url)
     )
-
-
-def _uncounted(nbytes: int) -> None:
-    """Ignores the progress of this check."""

@@ -117,7 +117,7 @@ def execute(
     """
     problems: list[str] = []
     with reporting_to(repo.store, problems.append):
-        report = _executed(repo, plan, emitter or Emitter(), threads or _threads(), note)
+        report = _executed(repo, plan, emitter or Emitter(), threads or max(2, min(8, (os.cpu_count() or 1) + 1)), note)
     # What was read from another place since it was damaged in the first, and which mirrors were not looked at at all.
     more = [Finding(None, "error", message, harms_restore=False) for message in dict.fromkeys(problems)]
     mirrors = [place for place in unreachable(repo.store) if not place.node]
@@ -217,7 +217,3 @@ def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> StoreErr
     except StoreError as error:
         return error
     return None
-
-
-def _threads() -> int:
-    return max(2, min(8, (os.cpu_count() or 1) + 1))

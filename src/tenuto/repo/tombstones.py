@@ -64,8 +64,8 @@ def is_tombstoned(repo: Repo, id: CheckpointId) -> bool:
     return bool(repo.store.children(object_names.tombstone_directory(id)).objects)
 
 
-def take_back(repo: Repo, stone: Tombstone) -> None:
-    repo.store.delete([stone.name])
+def take_back(repo: Repo, *stones: Tombstone) -> None:
+    repo.store.delete([stone.name for stone in stones])
 
 
 def dead_tombstones(repo: Repo, run: str, *, now_name: str, dead_below: int) -> list[Tombstone]:
