@@ -99,7 +99,7 @@ def _copy_accepted() -> AbstractContextManager[Any]:
 @contextmanager
 def _length_trusted() -> Iterator[None]:
     """Verify takes a pack for as long as its index says."""
-    look = inspect._look
+    check = inspect._check_copy
 
     def lenient(store: Any, id: Any, index: Any, number: int) -> Any:
         pack = index.packs[number]
@@ -108,9 +108,9 @@ def _length_trusted() -> Iterator[None]:
                 longer = reader.length > pack.length
         except ObjectNotFound:
             longer = False
-        return inspect._Look(read=True, stands=True) if longer else look(store, id, index, number)
+        return inspect._CopyCheck(read=True, readable=True) if longer else check(store, id, index, number)
 
-    with mock.patch.object(inspect, "_look", lenient):
+    with mock.patch.object(inspect, "_check_copy", lenient):
         yield
 
 

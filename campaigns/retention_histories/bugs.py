@@ -17,7 +17,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.policy import keep
 from tenuto.policy.keep import Best, CheckpointFacts, EveryHours, EverySteps, Latest
 from tenuto.repo import lineage
-from tenuto.repo.catalog import Catalog, Look
+from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.format import objects
 from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.repository import Repo
@@ -75,7 +75,7 @@ def _age_by_clock() -> Iterator[None]:
 @contextmanager
 def _no_second_look() -> Iterator[None]:
     """After the tombstones, nobody asks again."""
-    with mock.patch.object(retention, "_still_free", lambda look, attempt, policy, going: frozenset(going)):
+    with mock.patch.object(retention, "_still_free", lambda snapshot, attempt, policy, going: frozenset(going)):
         yield
 
 
@@ -230,12 +230,12 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "old look",
         "who has come to need it since the last round is not seen",
-        _method(Catalog, "look", lambda self, repo, run: self.remembered(run) or Look(repo, self, run)),
+        _method(Catalog, "snapshot", lambda self, repo, run: self.last_snapshot(run) or Snapshot(repo, self, run)),
     ),
     Bug(
         "memory believed",
         "what was whole when it was read, and is damaged by now, stands in for what goes",
-        _method(Look, "is_fresh", lambda self, id: True),
+        _method(Snapshot, "is_fresh", lambda self, id: True),
     ),
     Bug("all runs judged", "another run's checkpoints are removed", _all_runs),
 )

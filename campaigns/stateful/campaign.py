@@ -73,7 +73,7 @@ BUGS: Final = (
     ),
     Bug(
         "retention takes what it wants",
-        lambda: mock.patch.object(retention, "_still_free", lambda look, attempt, policy, going: frozenset(going)),
+        lambda: mock.patch.object(retention, "_still_free", lambda snapshot, attempt, policy, going: frozenset(going)),
     ),
     Bug("undelete checks nothing", lambda: mock.patch.object(undelete, "_check", lambda *rest, **more: None)),
     Bug("copies are not shown", lambda: mock.patch.object(verify, "_save", lambda *rest: iter(()))),

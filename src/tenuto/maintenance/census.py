@@ -1,7 +1,7 @@
-"""Everything that lies in a repository's store, told apart: checkpoints, unfinished saves, copies, strangers.
+"""The census classifies everything in a repository's store: checkpoints, unfinished saves, copies, foreign objects.
 
-One walk over the names, then one read of each save's `begin.json` and of what lies under its manifest's name. What
-cannot be read counts as needed: only an object that was read and understood can ever be called garbage.
+It walks over the names once, then reads each save's `begin.json` and the object under its manifest's name. An
+unreadable object counts as needed: only one that was read and understood can be garbage.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class SaveDirectory:
 
     @property
     def freed(self) -> bool:
-        """Whether a removed checkpoint's objects are gone, or going, by another removal: only its manifest's copy in
-        the trash is left to be cleared away."""
+        """Returns whether a removed checkpoint's objects are gone, or being removed: only the copy of its manifest in
+        the trash is left."""
         return bool(self.tombstones) or not (
             self.begin or self.has(object_names.BEGIN) or any(True for _ in self.own())
         )
 
     def own(self) -> Iterator[Entry]:
-        """What is there of what `begin.json` or the manifest lists, and the notes; not the two themselves. Where an
-        aborted mark stands and `begin.json` is gone, as after a power loss that undid a freeing, what is called like
-        parts of a save."""
+        """Yields the existing files that `begin.json` or the manifest lists, and the notes, but not those two
+        themselves. If an aborted mark exists without `begin.json`, as after a power loss that undid a freeing, yields
+        files with names of a save's parts."""
         listed = {*(self.begin.names if self.begin else ()), *self.unlisted()}
         listed.update(entry.name for entry in (self.manifest.tables if self.manifest else ()))
         for entry in self.entries:
@@ -73,7 +73,7 @@ class SaveDirectory:
                 yield entry
 
     def unlisted(self) -> list[str]:
-        """File names of what a closed save has left that nothing lists any more."""
+        """Returns file names of a closed save that nothing lists any more."""
         if self.state != "closed" or self.begin is not None:
             return []
         files = [entry.name[len(self.id.directory) + 1 :] for entry in self.entries]
@@ -143,8 +143,8 @@ def everything(repo: Repo, below: Callable[[str], Iterable[Entry]], unlisted: li
     return found
 
 
-def look_at(repo: Repo, id: CheckpointId) -> SaveDirectory:
-    """The census of one checkpoint alone, taken now."""
+def census_of(repo: Repo, id: CheckpointId) -> SaveDirectory:
+    """Takes the census of one checkpoint alone."""
     census = Census()
     save = census.save(id)
     places = (id.directory, object_names.trash_directory(id), object_names.tombstone_directory(id), mark_directory(id))
@@ -156,7 +156,7 @@ def look_at(repo: Repo, id: CheckpointId) -> SaveDirectory:
 
 
 def mark_directory(id: CheckpointId) -> str:
-    """Where gc's first visit leaves its mark."""
+    """Returns the directory of the marks that gc's first visit puts."""
     return f"{MARKS}/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"
 
 
@@ -260,7 +260,7 @@ def _classify_by_manifest(save: SaveDirectory, data: bytes) -> None:
 
 
 def _classify_by_trash(repo: Repo, save: SaveDirectory) -> None:
-    """Only a removal puts a manifest there. One that is damaged was removed all the same, but cannot come back."""
+    """Classifies a save whose manifest only the trash has. A damaged one was removed too, but cannot come back."""
     for entry in save.trash:
         data = _read(repo, entry.name, MAX_MANIFEST)
         try:

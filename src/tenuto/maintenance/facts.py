@@ -6,12 +6,12 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from tenuto.errors import CheckpointNotFound, CorruptionError
-from tenuto.maintenance.remove import verification_of, verification_state
+from tenuto.maintenance.remove import ignore, verification_of, verification_state
 from tenuto.model.canonical_json import untag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Note
 from tenuto.policy.keep import CheckpointFacts
-from tenuto.repo.catalog import Catalog, Look
+from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.lineage import walk
 from tenuto.repo.notes import notes
 from tenuto.repo.refs import list_refs
@@ -21,31 +21,33 @@ from tenuto.repo.repository import Repo
 def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = frozenset()) -> list[CheckpointFacts]:
     """Returns the facts of every checkpoint of `run`, also on lines of training that were left behind.
 
-    repo: a look, whose listings and memory are used, or a repository that is read anew.
+    repo: a snapshot, whose listings and memory are used, or a repository that is read anew.
     without: checkpoints that are left out, as if they were not there.
     Raises CorruptionError where a ref cannot be read: it may name any of them.
     """
-    look = repo if isinstance(repo, Look) else Catalog().look(repo, run)
+    snapshot = repo if isinstance(repo, Snapshot) else Catalog().snapshot(repo, run)
     # Before the walk: what commits between the two is not judged yet. The other way round it would seem left behind.
     there = (
-        CheckpointId(run, attempt, step) for attempt in look.attempts(run) for step in look.committed(run, attempt)
+        CheckpointId(run, attempt, step)
+        for attempt in snapshot.attempts(run)
+        for step in snapshot.committed(run, attempt)
     )
     ids = [id for id in there if id not in without]
-    refs = list_refs(look)
-    line = {id: place for place, id in enumerate(id for id in walk(look, run) if id not in without)}
-    needed = list(_needed_elsewhere(look, run))
+    refs = list_refs(snapshot)
+    line = {id: place for place, id in enumerate(id for id in walk(snapshot, run) if id not in without)}
+    needed = list(_needed_elsewhere(snapshot, run))
     found = []
     for id in ids:
         try:
-            entry = look.entry(id)
+            entry = snapshot.entry(id)
         except CheckpointNotFound:
             continue  # removed since it was listed
-        told = notes(look, id, report=_pass)
-        note = verification_of(told)
+        noted = notes(snapshot, id, report=ignore)
+        note = verification_of(noted)
         facts = CheckpointFacts(
             id=id,
             walk=line.get(id),
-            metrics=with_notes({} if entry is None else entry.metrics, told),
+            metrics=with_notes({} if entry is None else entry.metrics, noted),
             verified=note == "verified" and entry is not None,
             suspect=entry is None or note == "suspect",
             created_s=None if entry is None else seconds_of(entry.created),
@@ -67,11 +69,11 @@ def known_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
         logged = {}
     except CheckpointNotFound:
         return {}
-    return with_notes(logged, notes(repo, id, report=_pass))
+    return with_notes(logged, notes(repo, id, report=ignore))
 
 
 def seconds_of(created: str) -> float | None:
-    """A time as manifests have it, in seconds since 1970; None for anything else."""
+    """Converts a time as in manifests to seconds since 1970; None for anything else."""
     try:
         when = datetime.fromisoformat(created)
         return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
@@ -79,10 +81,10 @@ def seconds_of(created: str) -> float | None:
         return None
 
 
-def with_notes(logged: Mapping[str, float], told: Iterable[Note]) -> dict[str, float]:
+def with_notes(logged: Mapping[str, float], noted: Iterable[Note]) -> dict[str, float]:
     """Metrics as logged with the step and as noted later, the later one counting; what is no number is passed over."""
     out = dict(logged)
-    for note in told:
+    for note in noted:
         if note.kind == "metric":
             for name, value in note.body.items():
                 try:
@@ -93,40 +95,40 @@ def with_notes(logged: Mapping[str, float], told: Iterable[Note]) -> dict[str, f
 
 
 def relied_on(
-    look: Look, run: str, going: Collection[CheckpointId], *, without: Container[CheckpointId] = frozenset()
+    snapshot: Snapshot, run: str, going: Collection[CheckpointId], *, without: Container[CheckpointId] = frozenset()
 ) -> Iterator[CheckpointId]:
     """Yields the checkpoints that keep those of `going` from being needed, as long as they are whole themselves.
 
     Of each walk that one of `going` is on: the first that is not known to be damaged, and, where one of `going` was
     verified, the first that was.
     """
-    for name in (run, *(other for other in look.runs() if other != run and _forked_from(look, other, run))):
-        line = [id for id in walk(look, name) if name != run or (id.run == run and id not in without)]
+    for name in (run, *(other for other in snapshot.runs() if other != run and _forked_from(snapshot, other, run))):
+        line = [id for id in walk(snapshot, name) if name != run or (id.run == run and id not in without)]
         mine = [id for id in line if id in going]
         if mine:
-            yield from _first_in(look, line, ("", "verified"))
-        if any(_state(look, id) == "verified" for id in mine):
-            yield from _first_in(look, line, ("verified",))
+            yield from _first_in(snapshot, line, ("", "verified"))
+        if any(_state(snapshot, id) == "verified" for id in mine):
+            yield from _first_in(snapshot, line, ("verified",))
 
 
-def _first_in(look: Look, line: Iterable[CheckpointId], states: Collection[str]) -> list[CheckpointId]:
-    found = next((id for id in line if _state(look, id) in states), None)
+def _first_in(snapshot: Snapshot, line: Iterable[CheckpointId], states: Collection[str]) -> list[CheckpointId]:
+    found = next((id for id in line if _state(snapshot, id) in states), None)
     return [] if found is None else [found]
 
 
-def _state(look: Look, id: CheckpointId) -> str:
+def _state(snapshot: Snapshot, id: CheckpointId) -> str:
     """Returns verified, suspect (also where the manifest is damaged) or, where nothing was noted, an empty string."""
-    return "suspect" if look.entry(id) is None else verification_state(look, id)
+    return "suspect" if snapshot.entry(id) is None else verification_state(snapshot, id)
 
 
-def _needed_elsewhere(look: Look, run: str) -> Iterator[tuple[CheckpointId, str]]:
+def _needed_elsewhere(snapshot: Snapshot, run: str) -> Iterator[tuple[CheckpointId, str]]:
     """Yields the checkpoints of `run` that other runs, forked from it, resume from or would fall back to."""
-    for other in look.runs():
-        if other == run or not _forked_from(look, other, run):
+    for other in snapshot.runs():
+        if other == run or not _forked_from(snapshot, other, run):
             continue
         fallback = True
-        for place, id in enumerate(walk(look, other)):
-            state = _state(look, id)
+        for place, id in enumerate(walk(snapshot, other)):
+            state = _state(snapshot, id)
             if id.run == run and place == 0:
                 yield id, f"what latest means in run {other!r}"
             elif id.run == run and state == "verified":
@@ -139,7 +141,7 @@ def _needed_elsewhere(look: Look, run: str) -> Iterator[tuple[CheckpointId, str]
 
 
 def _forked_from(repo: Repo, other: str, run: str) -> bool:
-    """Whether an attempt of `other` may lead to `run`, directly or through other runs: any parent elsewhere will do."""
+    """Returns whether an attempt of `other` may lead to `run`, directly or through other runs."""
     for number in repo.attempts(other):
         try:
             record = repo.find_attempt(other, number)
@@ -148,7 +150,3 @@ def _forked_from(repo: Repo, other: str, run: str) -> bool:
         if record is not None and record.parent is not None and record.parent.run != other:
             return True
     return False
-
-
-def _pass(message: str) -> None:
-    """A damaged note says nothing about the checkpoint; verify reports it."""

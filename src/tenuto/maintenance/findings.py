@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from tenuto.errors import CorruptionError, ObjectNotFound, UsageError
-from tenuto.maintenance.census import AttemptDirectory, Census, SaveDirectory, everything, look_at
+from tenuto.maintenance.census import AttemptDirectory, Census, SaveDirectory, census_of, everything
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, Json
@@ -82,7 +82,7 @@ def _save(
         why = lost.evidence(save)
         if why:
             # The census takes time: a removal, or a save, that ended meanwhile is no loss.
-            now = look_at(repo, save.id)
+            now = census_of(repo, save.id)
             if now.state != "unfinished" or not lost.evidence(now):
                 return
             yield Finding(save.id, "error", f"is missing: {why}", object=save.id.manifest)

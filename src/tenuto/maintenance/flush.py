@@ -47,7 +47,7 @@ DEADLINE_S: Final = 600.0
 """How long one rank's part may take longer than another's."""
 
 
-def write_together(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> CheckpointId:
+def write_images(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> CheckpointId:
     """Saves the state whose parts `images` (by rank) are, each rank as a thread of its own. Raises what the first rank
     raises that another one's trouble does not explain."""
     kv_store, count = InProcessKVStore(), len(images)
@@ -95,7 +95,7 @@ def _save(repo: Repo, attempt: Attempt, image: Image, agreement: Agreement) -> C
 
 
 def flattened_of(image: Image, manifest: Manifest, index: Index) -> Flattened:
-    """An image's leaves as what they were flattened to, their bytes where they lie."""
+    """Returns an image's leaves as they were flattened, with their bytes in place."""
     views = []
     for pack in index.packs:
         with image.repo.store.open(f"{manifest.id.directory}/{pack.name}") as reader:
@@ -120,7 +120,7 @@ def flattened_of(image: Image, manifest: Manifest, index: Index) -> Flattened:
 
 
 def _placed(spec: LeafSpec, declared: bool) -> LeafSpec:
-    """An index does not say of a row how it got there; the tree says which leaves somebody has declared."""
+    """Returns the spec with its placement, which an index does not have: the tree says which leaves were declared."""
     return replace(spec, placement="per_rank" if spec.private else "box" if declared else "whole")
 
 
@@ -155,7 +155,7 @@ class FlushPlan:
 
     @property
     def chosen(self) -> Seal | None:
-        """The seal of the first image that would be written."""
+        """Returns the seal of the first image that would be written."""
         return self.states[0][0].found.footer if self.states else None
 
 
@@ -169,14 +169,14 @@ class Flushed:
 
 
 def unfit(found: FoundImage) -> str:
-    """Why nobody may go on from an image, whatever its repository says; empty if it is for that to say."""
+    """Returns why no process may resume from an image, whatever its repository says; empty if that decides."""
     if found.footer is None:
         return "its process is running" if found.alive else "it was never finished"
     return "its process is running" if found.alive else ""
 
 
 def judge_found(repo: Repo, found: FoundImage) -> EligibleImage | str:
-    """Whether the run that an image is of may go on from it, as far as its seal tells."""
+    """Judges by its seal whether the image's run may resume from it."""
     if found.footer is None or unfit(found):
         return unfit(found)
     return judge(repo, found.footer.id.run, found.footer)
@@ -193,7 +193,7 @@ def plan_flush(repo: Repo, run: str) -> FlushPlan:
 
 
 def lacking(found: FoundImage, among: Iterable[FoundImage]) -> list[int]:
-    """The ranks whose images of the same state are not among these; what a restart or a flush needs."""
+    """Returns the ranks whose images of the same state are not among these; a restart or a flush needs them."""
     if found.footer is None or found.footer.ranks == 1:
         return []
     there = {one.footer.rank for one in among if one.footer is not None and one.footer.save_id == found.footer.save_id}
@@ -201,7 +201,7 @@ def lacking(found: FoundImage, among: Iterable[FoundImage]) -> list[int]:
 
 
 def _states(wanted: Sequence[JudgedImage]) -> list[tuple[JudgedImage, ...]]:
-    """Those of which every rank's image is there, newest first."""
+    """Returns the states of which every rank's image is present, newest first."""
     by_save: dict[str, list[JudgedImage]] = {}
     for one in wanted:
         assert one.found.footer is not None
@@ -241,18 +241,18 @@ def execute(repo: Repo, plan: FlushPlan, *, report: Report | None = None) -> Flu
 
 def _flushed(repo: Repo, run: str, state: Sequence[JudgedImage], report: Report | None) -> Flushed:
     with ExitStack() as stack:
-        held: list[LastingSlot] = []
+        slots: list[LastingSlot] = []
         opened: list[Image] = []
         for one in state:
             assert one.found.footer is not None
-            held.append(stack.enter_context(_held(one.found)))
-            opened.append(_open(repo, held[-1], one.found.footer))
+            slots.append(stack.enter_context(_open_slot(one.found)))
+            opened.append(_open(repo, slots[-1], one.found.footer))
             stack.callback(opened[-1].close)
         flushed = _written(repo, run, opened, report)
         crashpoint("flushed image committed, still in memory")
         for image in opened:
             image.close()
-        for slot in held:
+        for slot in slots:
             slot.discard()
     return flushed
 
@@ -263,7 +263,7 @@ def _newness(one: JudgedImage) -> tuple[int, int, int]:
 
 
 @contextmanager
-def _held(found: FoundImage) -> Iterator[LastingSlot]:
+def _open_slot(found: FoundImage) -> Iterator[LastingSlot]:
     try:
         slot = slot_file.take_slot(found.slot)
     except OSError as error:
@@ -301,14 +301,14 @@ def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | Non
         _judged(repo, run, images)  # as seen now that nobody else can claim unseen
         if len(images) == 1:
             return _commit(repo, attempt, images[0])
-        id = write_together(repo, attempt, images)
+        id = write_images(repo, attempt, images)
         return Flushed(id, images[0].footer.id, repo.manifest(id).bytes)
     finally:
         attempt.release()
 
 
 def _judged(repo: Repo, run: str, images: Sequence[Image]) -> EligibleImage:
-    """What all of them may be gone on from. Superseded."""
+    """Judges the images of all ranks together. Raises Superseded."""
     found: list[EligibleImage] = []
     for image in images:
         verdict = judge(repo, run, image.footer)
@@ -321,7 +321,7 @@ def _judged(repo: Repo, run: str, images: Sequence[Image]) -> EligibleImage:
 
 
 def _commit(repo: Repo, attempt: Attempt, image: Image) -> Flushed:
-    """The same bytes under an identity of its own, put in the order of every save."""
+    """Commits the same bytes under an identity of its own, put in the order of every save."""
     manifest = image.manifest()
     index, old = image.repo.index(manifest, image.footer.rank), manifest.id
     id = CheckpointId(attempt.run, attempt.number, old.step)
@@ -347,7 +347,7 @@ def _commit(repo: Repo, attempt: Attempt, image: Image) -> Flushed:
 
 
 def _close(repo: Repo, id: CheckpointId, save_id: str, names: Sequence[str]) -> None:
-    """What a failed flush put goes, as far as the store lets it; the next claim sees to the rest."""
+    """Frees what a failed flush has put, as far as the store permits; the next claim frees the rest."""
     try:
         if abort(repo, id, save_id, by="the flush failed"):
             free(repo, id, names=names)

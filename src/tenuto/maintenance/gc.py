@@ -8,7 +8,7 @@ name for an aborted mark, so that neither a late commit nor an undelete can come
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,8 @@ from tenuto.maintenance.census import (
     MARKS,
     Census,
     SaveDirectory,
+    census_of,
     everything,
-    look_at,
     mark_directory,
     place,
     take_census,
@@ -33,7 +33,7 @@ from tenuto.repo.ownership.lease import read_last
 from tenuto.repo.ownership.owner_watch import Finished, finished_runs, may_still_save
 from tenuto.repo.refs import list_refs
 from tenuto.repo.repository import Repo, now_text
-from tenuto.repo.tombstones import dead_tombstones, put_tombstone, stands, take_back
+from tenuto.repo.tombstones import dead_tombstones, put_tombstone, still_exists, take_back
 from tenuto.repo.unfinished import abort, free
 from tenuto.store.contract import TEMPORARY, Entry, leftovers_of
 
@@ -63,8 +63,8 @@ def sweep(repo: Repo, save: SaveDirectory, *, keep_begin: bool) -> None:
 
 
 def listed(repo: Repo, save: SaveDirectory) -> list[str]:
-    """File names of packs and indexes that the save's begin.json or manifest lists, also through its indexes; of a
-    closed save without begin.json those that are called so."""
+    """Returns file names of packs and indexes that the save's begin.json or manifest lists, also through its indexes;
+    of a closed save without begin.json those with names of a save's parts."""
     names = {*(save.begin.names if save.begin else ()), *save.unlisted()}
     if save.manifest is not None:
         names.update(entry.name for entry in save.manifest.tables)
@@ -74,7 +74,7 @@ def listed(repo: Repo, save: SaveDirectory) -> list[str]:
 
 
 def listed_names(repo: Repo, save: SaveDirectory) -> set[str]:
-    """Full names of everything that the save may have put: what it listed, what lists it, and its notes."""
+    """Returns the full names of everything that the save may have put: what it listed, what lists it, and its notes."""
     files = {*listed(repo, save), object_names.BEGIN, object_names.MANIFEST}
     prefix = len(save.id.directory) + 1
     notes = {entry.name for entry in save.entries if object_names.is_note(entry.name[prefix:])}
@@ -82,7 +82,7 @@ def listed_names(repo: Repo, save: SaveDirectory) -> set[str]:
 
 
 def _packs(repo: Repo, manifest: Manifest) -> set[str]:
-    """The packs that the manifest's indexes name, as far as those can be read."""
+    """Returns the packs that the manifest's indexes name, as far as those can be read."""
     found: set[str] = set()
     for rank in range(len(manifest.indexes)):
         try:
@@ -130,7 +130,7 @@ class GcPlan:
 
     @property
     def bytes(self) -> int:
-        """What executing it frees."""
+        """Returns the bytes that executing it frees."""
         return sum(found.bytes for found in self.garbage if found.due) + sum(found.bytes for found in self.forgotten)
 
     def __str__(self) -> str:
@@ -173,7 +173,7 @@ def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None =
     garbage, kept = [], []
     for save in sorted(census.saves.values(), key=lambda save: save.id):
         reached = _reached(repo, save, named, known)
-        marks = [] if reached else standing_marks(repo, save)
+        marks = [] if reached else valid_marks(repo, save)
         void += [entry.name for entry in save.marks if entry not in marks]
         if not reached:
             age = max((age_s(repo, mark, now_ns) for mark in marks), default=0.0)
@@ -196,7 +196,7 @@ def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None =
 
 
 def execute(repo: Repo, plan: GcPlan) -> GcReport:
-    """Marks, and deletes what is due and still unreached, each after one more look."""
+    """Marks, and deletes what is due and still unreached, after one more check of each."""
     finished = dict(plan.finished)
     repo.store.delete(plan.void)
     marked, deleted, spared = [], [], []
@@ -213,7 +213,7 @@ def execute(repo: Repo, plan: GcPlan) -> GcReport:
                 deleted.append(found.id)
                 nbytes += found.bytes
         elif not found.marked:
-            put_mark(repo, look_at(repo, found.id))
+            put_mark(repo, census_of(repo, found.id))
             marked.append(found.id)
     repo.store.delete([name for name, _ in plan.odds])
     lost = [one for one in plan.forgotten if free_forgotten(repo, one)]
@@ -226,18 +226,18 @@ def _delete(repo: Repo, id: CheckpointId, finished: Finished) -> str:
     stone = put_tombstone(repo, id, reason="gc")
     crashpoint("tombstone put, manifest still there")
     try:
-        save = look_at(repo, id)
+        save = census_of(repo, id)
         why = _reached(repo, save, {ref.id for ref in list_refs(repo)}, finished)
-        if not why and not standing_marks(repo, save):
+        if not why and not valid_marks(repo, save):
             why = "its mark has been taken back"
-        if not why and not stands(repo, stone):
+        if not why and not still_exists(repo, stone):
             why = "its tombstone has been taken back"
         if not why and not close(repo, save, by="gc"):
             why = "it has a manifest"
         if not why:
             # What has been in the trash had been committed: no writer is left that could put more of it.
             sweep(repo, save, keep_begin=not save.trash and may_still_save(repo, id, finished))
-            take_back_marks(repo, save.marks)
+            repo.store.delete([entry.name for entry in save.marks])
     except TenutoError:
         take_back(repo, stone)
         raise
@@ -246,7 +246,7 @@ def _delete(repo: Repo, id: CheckpointId, finished: Finished) -> str:
 
 
 def _reached(repo: Repo, save: SaveDirectory, named: set[CheckpointId], finished: Finished) -> str:
-    """Why a save is not garbage; empty if it is."""
+    """Returns why a save is not garbage; empty if it is."""
     if save.state == "committed":
         return "it has a manifest"
     if save.state in ("copied", "foreign", "damaged"):
@@ -263,8 +263,8 @@ def _reached(repo: Repo, save: SaveDirectory, named: set[CheckpointId], finished
 
 
 def _dead_tombstones(repo: Repo, census: Census, now_name: str) -> Iterator[str]:
-    """Those of dead removers that only hold others up. One whose remover had begun to delete tells a claim where to go
-    on, and stays until nothing is left there."""
+    """Returns the tombstones of dead removers that only block others. If the remover had begun to delete, its tombstone
+    shows a claim what to finish, and stays until nothing is left."""
     for run in repo.runs():
         for stone in dead_tombstones(repo, run, now_name=now_name, dead_below=0):
             save = census.saves.get(stone.id)
@@ -295,7 +295,7 @@ def _garbage(save: SaveDirectory, *, marked: bool, left_s: float) -> Garbage:
 
 
 def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[tuple[str, str]]:
-    """Single names older than the grace that nothing will ever read."""
+    """Yields single names older than the grace that nothing will ever read."""
 
     def old(entry: Entry) -> bool:
         return age_s(repo, entry, now_ns) >= grace_s
@@ -314,13 +314,13 @@ def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[t
 
 
 def _was_ours(repo: Repo, census: Census, leftover: Entry) -> bool:
-    """Whether a temporary was to become an object of Tenuto. Those of open saves go with the save."""
+    """Returns whether a temporary was to become an object of Tenuto. Those of open saves go with the save."""
     directory, _, file = leftover.name.rpartition("/")
     final = Entry(f"{directory}/{file.partition(TEMPORARY)[0]}", 0)
-    alone = Census()
-    if not place(alone, final):
+    final_census = Census()
+    if not place(final_census, final):
         return False
-    for id, there in alone.saves.items():
+    for id, there in final_census.saves.items():
         save = census.saves.get(id)
         if there.entries:
             return save is not None and save.state == "committed" and final.name in listed_names(repo, save)
@@ -328,8 +328,8 @@ def _was_ours(repo: Repo, census: Census, leftover: Entry) -> bool:
 
 
 def _closing_attempt(repo: Repo, run: str) -> int:
-    """The highest attempt whose lease says that everything below it is closed; 0 if none does. Leases below it are
-    never asked again."""
+    """Returns the highest attempt whose lease says that everything below it is closed; 0 if none does. Nothing reads
+    the leases below it."""
     for number in reversed(repo.attempts(run)):
         beat = read_last(repo, run, number)[1]
         if beat is not None and beat.closed:
@@ -344,7 +344,7 @@ def _closing_attempt(repo: Repo, run: str) -> int:
 
 @contextmanager
 def probe(repo: Repo) -> Iterator[str]:
-    """The name of an object put just now: what its store calls now. It is deleted again."""
+    """Puts an object to read the store's clock from, and deletes it at the end of the block. Yields its name."""
     token = secrets.token_hex(16)
     name = f"{MARKS}/probe-{token}.json"
     objects.put(repo.store, name, objects.encode("probe", name, {"id": token}), token=token)
@@ -355,13 +355,13 @@ def probe(repo: Repo) -> Iterator[str]:
 
 
 def store_now(repo: Repo) -> int:
-    """The store's clock, in ns."""
+    """Returns the store's clock, in ns."""
     with probe(repo) as name:
         return repo.store.stat(name).modified_ns
 
 
 def age_s(repo: Repo, entry: Entry, now_ns: int) -> float:
-    """Seconds since the object was put, by the store's clock; 0 if it vanished."""
+    """Returns the seconds since the object was put, by the store's clock; 0 if it vanished."""
     try:
         return (now_ns - repo.store.stat(entry.name).modified_ns) / 1e9
     except ObjectNotFound:
@@ -375,14 +375,10 @@ def put_mark(repo: Repo, save: SaveDirectory) -> None:
     objects.put(repo.store, name, objects.encode("mark", name, body), token=token)
 
 
-def standing_marks(repo: Repo, save: SaveDirectory) -> list[Entry]:
-    """The marks that speak of the save as it is now. One put before a removal that was taken back and repeated does
-    not count: else the second removal had no grace."""
+def valid_marks(repo: Repo, save: SaveDirectory) -> list[Entry]:
+    """Returns the marks that refer to the save as it is now. One from before a removal that was undone and repeated
+    does not count: otherwise the second removal had no grace."""
     return [entry for entry in save.marks if _speaks_of(repo, entry, save)]
-
-
-def take_back_marks(repo: Repo, marks: Iterable[Entry]) -> None:
-    repo.store.delete([entry.name for entry in marks])
 
 
 def _speaks_of(repo: Repo, entry: Entry, save: SaveDirectory) -> bool:
@@ -394,7 +390,8 @@ def _speaks_of(repo: Repo, entry: Entry, save: SaveDirectory) -> bool:
 
 
 def _subject(save: SaveDirectory) -> str:
-    """What is marked: a removed checkpoint by its removals (each has a trash copy of its own), a save by its id."""
+    """Returns the subject of a mark: a removed checkpoint by its removals (each has its own copy in the trash), a save
+    by its id."""
     if save.state == "removed":
         return "removed " + " ".join(sorted(entry.name.rpartition("/")[2] for entry in save.trash))
     return f"unfinished {save.save_id}"

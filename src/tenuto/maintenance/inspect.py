@@ -28,6 +28,7 @@ from tenuto.errors import (
     typed,
 )
 from tenuto.maintenance.findings import Finding, numbered_findings
+from tenuto.maintenance.remove import ignore
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
@@ -48,14 +49,14 @@ from tenuto.store.contract import Store
 from tenuto.units import count
 
 # --------------------------------------------------------------------------------------------------
-# What a verification says: one finding for each thing that is not as it was saved, or that is worth a look.
+# What a verification says: one finding for each thing that is not as it was saved, or that is worth a check.
 
 # --------------------------------------------------------------------------------------------------
 # Reads every byte of a checkpoint's packs and compares each chunk with its digest, several pieces at once.
 
 
 class Scan:
-    """One checkpoint's packs against one index.
+    """Compares one checkpoint's packs with one index.
 
     `on_bytes(n)` is called after each piece, from any thread. `run` returns one finding for each damaged leaf.
     """
@@ -96,7 +97,7 @@ class Scan:
         return f"{self._id.directory}/{self._index.packs[number].name}"
 
     def _piece(self, piece: ChunkRun) -> list[tuple[int, int, int, str]]:
-        """The damaged chunks of a piece: leaf, pack, offset, and what is wrong."""
+        """Returns the damaged chunks of a piece: leaf, pack, offset, and the problem."""
         chunks = piece.chunks
         try:
             data = self._buffers.fetch(self._packs[piece.pack], piece.start, piece.stop)
@@ -115,7 +116,7 @@ class Scan:
         return bad
 
     def _by_leaf(self, bad: list[tuple[int, int, int, str]]) -> list[Finding]:
-        """One finding a leaf, at its first damaged chunk: a lost disk must not print a million lines."""
+        """Returns one finding per leaf, at its first damaged chunk: a lost disk must not print a million lines."""
         first: dict[int, tuple[int, int, str]] = {}
         count: dict[int, int] = {}
         for leaf, pack, offset, message in bad:
@@ -141,19 +142,18 @@ UNREADABLE = (CorruptionError, RepositoryError, StoreError)
 
 @dataclass(frozen=True, slots=True)
 class PackCopy:
-    """One copy of a pack, whose leaves are worth reading. `flawed`: whether something else of it is wrong. `told`: what
-    is said of it begins so."""
+    """One copy of a pack whose leaves are worth reading. `flawed`: whether something else of it is wrong. `prefix`:
+    begins the messages about it."""
 
     store: Store
     flawed: bool
-    told: str
+    prefix: str
 
 
 @dataclass(slots=True)
 class Inspection:
-    """What was found of one checkpoint. `mirrors`: the places that are to have each of its packs, where there are
-    several. `packs[i]`: by its number which copies of each pack of `indexes[i]` are worth
-    reading."""
+    """The result of inspecting one checkpoint. `mirrors`: the places that must have each of its packs, if there are
+    several."""
 
     id: CheckpointId
     mirrors: Sequence[Store] = ()
@@ -179,8 +179,8 @@ class Inspection:
 
 
 def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> Inspection:
-    """Reads everything of a checkpoint except what lies behind its packs' headers. `manifest`: the one to go by, where
-    it does not lie in its place."""
+    """Reads everything of a checkpoint except what is behind its packs' headers. `manifest`: replaces the one that is
+    not in its place."""
     mirrors = targets(repo)
     found = Inspection(id, mirrors if len(mirrors) > 1 else ())
     try:
@@ -199,14 +199,15 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
             message = f"{url} lacks {count(lacking, 'object')} of it: `{brings}` brings what can be read elsewhere"
             found.findings.append(Finding(found.id, "info", message, harms_restore=False))
     _check_begin(repo, found, found.manifest)
-    _check_attempt(repo, found)
+    name = object_names.attempt_name(id.run, id.attempt)
+    _read_small(repo, found, name, lambda data: decode_attempt(data, id.run, id.attempt))
     _check_notes(repo, found)
     return found
 
 
 def _check_copies(repo: Repo, found: Inspection, manifest: Manifest) -> None:
-    """What other places have of the manifest, and of what says where leaves lie: byte for byte what it has to be. A
-    node's own place has the indexes of its own ranks; a mirror all."""
+    """Compares the copies of the manifest, the indexes and the table of parts in other places, byte for byte. A node's
+    own place has the indexes of its own ranks; a mirror has all."""
     others = all_places(repo.store)[1:]
     if not others:
         return
@@ -249,7 +250,8 @@ def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
 
 
 def _read_boxes(repo: Repo, found: Inspection, manifest: Manifest) -> BoxTable | None:
-    """The table of parts, whether it has every element of every leaf once; None where there is none to go by."""
+    """Reads the table of parts and checks that it has every element of every leaf once. Returns None without a usable
+    one."""
     if manifest.boxes is None:
         return None
     name = f"{found.id.directory}/{manifest.boxes.name}"
@@ -300,7 +302,7 @@ def _check_totals(found: Inspection, manifest: Manifest, boxes: BoxTable | None)
 
 
 def _content(found: Inspection, manifest: Manifest, boxes: BoxTable | None) -> str:
-    """The content digest, reckoned anew from what the objects say."""
+    """Computes the content digest from what the objects say."""
     if boxes is not None:
         ranks = [rank_digest(index) for index in found.indexes]
         return joint_digest(canonical_json.spell(manifest.tree), boxes, ranks)
@@ -314,8 +316,8 @@ def _content(found: Inspection, manifest: Manifest, boxes: BoxTable | None) -> s
 
 
 def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> list[PackCopy]:
-    """The copies of one pack whose leaves are worth reading. What is wrong with one harms nobody while another is as it
-    should be."""
+    """Returns the copies of one pack whose leaves are worth reading. Damage of one copy does no harm while another is
+    intact."""
     name = f"{found.id.directory}/{index.packs[number].name}"
     stores = copies_of(repo.store, name)
     if not stores and unreachable(repo.store):
@@ -323,87 +325,87 @@ def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> li
         return []
     found.lacking.update(store.url for store in found.mirrors if store not in stores)
     stores = stores or [repo.store]
-    looks = [_look(store, found.id, index, number) for store in stores]
+    checks = [_check_copy(store, found.id, index, number) for store in stores]
     copies = [
-        PackCopy(store, bool(look.findings), f"in {store.url}: " if len(stores) > 1 else "")
-        for store, look in zip(stores, looks, strict=True)
+        PackCopy(store, bool(check.findings), f"in {store.url}: " if len(stores) > 1 else "")
+        for store, check in zip(stores, checks, strict=True)
     ]
-    _take(found, copies, [look.findings for look in looks])
-    found.objects += sum(look.read for look in looks)
-    found.bytes_read += sum(look.read for look in looks) * index.packs[number].header_length
-    return [copy for copy, look in zip(copies, looks, strict=True) if look.stands]
+    _take(found, copies, [check.findings for check in checks])
+    found.objects += sum(check.read for check in checks)
+    found.bytes_read += sum(check.read for check in checks) * index.packs[number].header_length
+    return [copy for copy, check in zip(copies, checks, strict=True) if check.readable]
 
 
 def _take(found: Inspection, copies: Sequence[PackCopy], findings: Sequence[Sequence[Finding]]) -> None:
-    """Adds what was found of the copies of one pack. It harms where no copy is left of which nothing is wrong."""
+    """Adds the findings of the copies of one pack. They harm if no intact copy is left."""
     harms = all(copy.flawed or some for copy, some in zip(copies, findings, strict=True))
     for copy, some in zip(copies, findings, strict=True):
-        found.findings += [replace(one, message=copy.told + one.message, harms_restore=harms) for one in some]
+        found.findings += [replace(one, message=copy.prefix + one.message, harms_restore=harms) for one in some]
 
 
 @dataclass(slots=True)
-class _Look:
-    """What one copy of a pack looks like without its leaves. `read`: whether its header could be read; `stands`:
-    whether its leaves are worth reading."""
+class _CopyCheck:
+    """A copy of a pack without its leaves. `read`: whether its header could be read; `readable`: whether its leaves are
+    worth reading."""
 
     findings: list[Finding] = field(default_factory=list)
     read: bool = False
-    stands: bool = False
+    readable: bool = False
 
 
-def _look(store: Store, id: CheckpointId, index: Index, number: int) -> _Look:
-    """Presence, length and header of one copy of a pack."""
-    pack, look = index.packs[number], _Look()
+def _check_copy(store: Store, id: CheckpointId, index: Index, number: int) -> _CopyCheck:
+    """Checks presence, length and header of one copy of a pack."""
+    pack, check = index.packs[number], _CopyCheck()
     name = f"{id.directory}/{pack.name}"
 
     def wrong(message: str, leaf: str | None, offset: int | None = None) -> None:
-        look.findings.append(Finding(id, "error", message, leaf, name, offset))
+        check.findings.append(Finding(id, "error", message, leaf, name, offset))
 
     try:
         with store.open(name) as reader:
             if reader.length != pack.length:
                 leaf = _first_leaf(index, number, beyond=reader.length)
                 wrong(f"is {reader.length} bytes long; {pack.length} were saved", leaf)
-                return look
+                return check
             block = np.empty(pack.header_length, np.uint8)
             reader.read_into(0, block.data)
     except ObjectNotFound:
         wrong("is missing", _first_leaf(index, number))
-        return look
+        return check
     except UNREADABLE as error:
         wrong(_words(error), _first_leaf(index, number))
-        return look
-    look.read = look.stands = True
+        return check
+    check.read = check.readable = True
     if digest(block) != pack.header_digest:
         wrong("its header is not what was saved", _first_leaf(index, number), 0)
-        return look
+        return check
     try:
         header = parse_header(block.data, name=name, file_length=pack.length)
     except CorruptionError as error:
         wrong(_words(error), _first_leaf(index, number), 0)
-        return look
+        return check
     for leaf, message in _disagreements(header, index, number):
         wrong(message, leaf)
-    return look
+    return check
 
 
 def scan(found: Inspection, *, on_bytes: Callable[[int], None], threads: int) -> None:
-    """Reads every byte of the packs that stand, each copy, and adds what is wrong."""
+    """Reads every byte of each copy of the packs that are worth reading, and adds the findings."""
     for index, packs in zip(found.indexes, found.packs, strict=True):
         stores = {id(copy.store): copy.store for copies in packs.values() for copy in copies}
-        said: dict[tuple[int, str], list[Finding]] = {}
+        scanned: dict[tuple[int, str], list[Finding]] = {}
         for key, store in stores.items():
             numbers = {number for number, copies in packs.items() if any(copy.store is store for copy in copies)}
             for finding in Scan(store, found.id, index, on_bytes=on_bytes).run(numbers, threads):
-                said.setdefault((key, finding.object or ""), []).append(finding)
+                scanned.setdefault((key, finding.object or ""), []).append(finding)
             found.bytes_read += sum(index.packs[one].length - index.packs[one].header_length for one in numbers)
         for number, copies in packs.items():
             name = f"{found.id.directory}/{index.packs[number].name}"
-            _take(found, copies, [said.get((id(copy.store), name), []) for copy in copies])
+            _take(found, copies, [scanned.get((id(copy.store), name), []) for copy in copies])
 
 
 def _disagreements(header: Header, index: Index, number: int) -> Iterator[tuple[str | None, str]]:
-    """Where a pack's own header says something else than the index: another tool would read other bytes than we do."""
+    """Yields where a pack's header disagrees with the index: another tool would read other bytes than Tenuto."""
     if header.metadata.get("tenuto.save_id") != index.save_id:
         yield None, "its header carries another save's id"
     rows = np.flatnonzero(index.pack == number).tolist()
@@ -419,7 +421,7 @@ def _disagreements(header: Header, index: Index, number: int) -> Iterator[tuple[
 
 
 def _first_leaf(index: Index, number: int, *, beyond: int = 0) -> str | None:
-    """Path of the first leaf in a pack that ends behind byte `beyond`."""
+    """Returns the path of the first leaf in a pack that ends behind byte `beyond`."""
     rows = np.flatnonzero((index.pack == number) & (index.offset + index.length > beyond))
     return index.specs[int(rows[np.argmin(index.offset[rows])])].path if len(rows) else None
 
@@ -437,14 +439,8 @@ def _check_begin(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         found.error(f"does not list {', '.join(sorted(named - set(begin.names)))}", name, harms=False)
 
 
-def _check_attempt(repo: Repo, found: Inspection) -> None:
-    id = found.id
-    name = object_names.attempt_name(id.run, id.attempt)
-    _read_small(repo, found, name, lambda data: decode_attempt(data, id.run, id.attempt))
-
-
 def _read_small(repo: Repo, found: Inspection, name: str, decode: Callable[[bytes], Small]) -> Small | None:
-    """What the object says; None where it cannot be read, which is a finding that harms no restore."""
+    """Reads and decodes an object. Returns None if it cannot be read, a finding that harms no restore."""
     try:
         read = decode(repo.store.get(name, limit=objects.SMALL))
     except FormatTooNew:
@@ -461,13 +457,9 @@ def _check_notes(repo: Repo, found: Inspection) -> None:
     there = numbers(repo, directory)
     found.findings += numbered_findings(repo, directory, there, found.id)
     try:
-        found.objects += len(notes(repo, found.id, report=_reported_already))
+        found.objects += len(notes(repo, found.id, report=ignore))
     except StoreError as error:
         found.error(_words(error), error.subject or directory, harms=False)
-
-
-def _reported_already(message: str) -> None:
-    """What is wrong with a note was found in its row."""
 
 
 def _words(error: TenutoError) -> str:

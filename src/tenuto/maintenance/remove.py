@@ -1,6 +1,6 @@
 """Remove (`rm`): a checkpoint's manifest goes into the trash. Its packs stay until gc, and until then it can come back.
 
-The order (I2): a tombstone, so that whoever comes to need the checkpoint sees it; a look at who needs it, so that
+The order (I2): a tombstone, so that whoever comes to need the checkpoint sees it; a check of who needs it, so that
 whoever came before is seen; the copy in the trash; the manifest; the tombstone taken back.
 """
 
@@ -29,7 +29,7 @@ from tenuto.repo.notes import notes
 from tenuto.repo.ownership.owner_watch import Finished, finished_runs, is_finished
 from tenuto.repo.refs import list_refs
 from tenuto.repo.repository import Repo
-from tenuto.repo.tombstones import Tombstone, put_tombstone, stands, take_back
+from tenuto.repo.tombstones import Tombstone, put_tombstone, still_exists, take_back
 from tenuto.store.contract import Bytes
 
 # --------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class Dependent:
 
 
 def dependents(repo: Repo, id: CheckpointId, finished: Finished) -> list[Dependent]:
-    """Everything that needs `id` now. Raises CorruptionError where a ref cannot be read: it may mean `id`."""
+    """Returns everything that needs `id` now. Raises CorruptionError if a ref cannot be read: it may name `id`."""
     return [*_refs(repo, id), *(need for run in repo.runs() for need in _run(repo, run, id, finished))]
 
 
@@ -62,7 +62,7 @@ def _refs(repo: Repo, id: CheckpointId) -> Iterator[Dependent]:
 
 
 def _run(repo: Repo, run: str, id: CheckpointId, finished: Finished) -> Iterator[Dependent]:
-    """What a run would go on from: `latest`, and if that is known to be damaged the newest that is not."""
+    """Yields a dependent if a run would resume from `id`: it is `latest`, or the newest not known to be damaged."""
     line = walk(repo, run)
     first = next(line, None)
     if first is None:
@@ -82,22 +82,22 @@ def _run(repo: Repo, run: str, id: CheckpointId, finished: Finished) -> Iterator
 
 
 def is_suspect(repo: Repo, id: CheckpointId) -> bool:
-    """Whether the last verification that left a note found it damaged."""
+    """Returns whether the last verification that left a note found it damaged."""
     return verification_state(repo, id) == "suspect"
 
 
 def verification_state(repo: Repo, id: CheckpointId) -> str:
-    """What the last verification noted: verified, suspect, or empty if none did. Damaged notes are passed over."""
-    return verification_of(notes(repo, id, report=_pass))
+    """Returns the last verification's verdict: verified, suspect, or empty without one. Ignores damaged notes."""
+    return verification_of(notes(repo, id, report=ignore))
 
 
-def verification_of(told: Sequence[Note]) -> str:
-    kinds = [note.kind for note in told if note.kind in ("verified", "proven", "suspect")]
+def verification_of(noted: Sequence[Note]) -> str:
+    kinds = [note.kind for note in noted if note.kind in ("verified", "proven", "suspect")]
     return "" if not kinds else "suspect" if kinds[-1] == "suspect" else "verified"
 
 
-def _pass(message: str) -> None:
-    """A damaged note says nothing about the checkpoint; verify reports it."""
+def ignore(message: str) -> None:
+    """Ignores a damaged note; verify reports it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,10 @@ class RemovePlan:
 def plan_remove(
     repo: Repo, ids: Sequence[CheckpointId], *, force: bool = False, finished: Finished | None = None
 ) -> RemovePlan:
-    """What removing `ids` would do. `force` removes also what a run that nobody trains on would go on from.
+    """Plans the removal of `ids`. `force` also removes what a run without a live owner would resume from.
 
     `finished`: runs known to have no live owner; by default found out, which takes 15 s if one lived on another host
-    and did not say goodbye. Raises CheckpointNotFound. A refusal is in the plan; executing it raises.
+    and did not say goodbye. Raises CheckpointNotFound. The plan contains refusals; executing it raises them.
     """
     for id in ids:
         if not repo.exists(id):
@@ -158,8 +158,8 @@ def plan_remove(
 
 
 def execute(repo: Repo, plan: RemovePlan, *, emitter: Emitter | None = None) -> tuple[CheckpointId, ...]:
-    """Removes; returns what was removed. Raises RemovalRefused, before anything is removed if the plan says so already,
-    else at the first checkpoint that somebody has come to need since (those before it are removed)."""
+    """Removes checkpoints and returns them. Raises RemovalRefused: before anything is removed if the plan contains a
+    refusal, else at the first checkpoint that has come to be needed since (those before it are removed)."""
     if plan.refused:
         raise refusal(plan.refused[0].id, _blocking(plan.refused[0].needs, force=plan.force))
     removed = []
@@ -171,7 +171,7 @@ def execute(repo: Repo, plan: RemovePlan, *, emitter: Emitter | None = None) -> 
 
 
 def remove(repo: Repo, id: CheckpointId, *, finished: Finished, force: bool) -> None:
-    """One checkpoint, by the order above."""
+    """Removes one checkpoint, in the order above."""
     stone = put_tombstone(repo, id, reason="rm")
     crashpoint("tombstone put, manifest still there")
     try:
@@ -180,7 +180,7 @@ def remove(repo: Repo, id: CheckpointId, *, finished: Finished, force: bool) -> 
             raise refusal(id, blocking)
         _put_into_trash(repo, stone)
         crashpoint("copy in trash, manifest still there")
-        if not stands(repo, stone):
+        if not still_exists(repo, stone):
             raise RemovalRefused(
                 f"{id} was not removed: its tombstone has been taken back by a claim of the run",
                 subject=str(id),
@@ -201,7 +201,7 @@ def refusal(id: CheckpointId, blocking: Sequence[Dependent]) -> RemovalRefused:
 
 
 def _put_into_trash(repo: Repo, stone: Tombstone) -> None:
-    """The manifest's bytes, damaged or not, under a name that no earlier removal has used."""
+    """Puts the manifest's bytes, damaged or not, under a name that no earlier removal has used."""
     try:
         data = repo.store.get(stone.id.manifest, limit=MAX_MANIFEST)
     except ObjectNotFound:

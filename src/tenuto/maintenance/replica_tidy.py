@@ -1,7 +1,7 @@
-"""The other places of a repository kept in step with its home: what it no longer knows goes, manifests come.
+"""Brings the other places of a repository in step with its home: frees what the home no longer knows, copies manifests.
 
-Each node sees to its own directory. Nothing is put there before the home has the save's `begin.json`, and that is
-the last that is removed there: what lies in a place without one, under a step that is not the newest, is nobody's.
+Each node does so for its own directory. Nothing is put there before the home has the save's `begin.json`, and that is
+removed last: objects in a place without one, under a step that is not the newest, belong to no save.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ForgottenSave:
 
 
 def tidy_replicas(repo: Repo, newest: CheckpointId) -> int:
-    """Looks through the run of `newest`, which has just been committed, in every place that this process puts packs
-    into; how many saves were freed there. What goes wrong with one save, or in one place, is told, and keeps nothing
-    else from being looked at."""
+    """Brings every place for packs of this process in step with the home, for the run of `newest`, which has just been
+    committed. Returns how many saves it freed. Reports a problem with one save or place and continues with the
+    others."""
     places, freed = places_of(repo.store), 0
     if places is not None:
         for place in places.members:
@@ -48,14 +48,14 @@ def tidy_replicas(repo: Repo, newest: CheckpointId) -> int:
                 continue
             for id in ids:
                 try:
-                    freed += _tidied(places, place, id, newest.run)
+                    freed += _tidy_save(places, place, id, newest.run)
                 except (StoreError, CorruptionError) as error:
                     places.warn_once(place, f"tidying {id.attempt}", f"{id} in {place.url}: {error.message}")
     return freed
 
 
-def _tidied(places: ReplicatedStore, place: Store, id: CheckpointId, run: str) -> bool:
-    """Whether it was freed there."""
+def _tidy_save(places: ReplicatedStore, place: Store, id: CheckpointId, run: str) -> bool:
+    """Tidies one save in a place. Returns whether it was freed there."""
     # An older save that was aborted has no writer left, though its begin.json stays until the next claim.
     if _is_known(places.home, id) and not _is_aborted(places.home, id):
         _follow(places, place, id)
@@ -68,8 +68,8 @@ def _tidied(places: ReplicatedStore, place: Store, id: CheckpointId, run: str) -
 
 
 def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[CheckpointId, str]]]:
-    """What the places that are found here hold of saves that the home does not know: those that it has let go of, and
-    those that it ought to know, each with what is to be said of it."""
+    """Returns what the places in reach have of saves that the home does not know: those that it has removed, and those
+    that it ought to know, each with a message."""
     places, gone, ahead = places_of(repo.store), [], []
     if places is None or places.of:
         return (), []
@@ -87,7 +87,7 @@ def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[Checkpoin
 
 
 def free_forgotten(repo: Repo, found: ForgottenSave) -> bool:
-    """Frees it, unless the home has come to know it. Whether it did."""
+    """Frees it, unless the home has come to know it. Returns whether it did."""
     places = places_of(repo.store)
     assert places is not None, "found there"
     place = next(store for store in places.others if store.url == found.place)
@@ -98,7 +98,7 @@ def free_forgotten(repo: Repo, found: ForgottenSave) -> bool:
 
 
 def targets(repo: Repo) -> list[Store]:
-    """The places that are to hold every pack: the home, and those that are no node's own."""
+    """Returns the places that must hold every pack: the home, and those that are no node's own."""
     home, *others = all_places(repo.store)
     return [home, *(store for store in others if not node_of(store))]
 
@@ -114,8 +114,8 @@ def _saves(place: Store, run: str) -> Iterator[CheckpointId]:
 
 
 def _follow(places: ReplicatedStore, place: Store, id: CheckpointId) -> None:
-    """What the home has of it: its manifest too, or no longer. A name in the place is looked for before the home is
-    asked for it: what is put is in the home first."""
+    """Copies the home's manifest of a save to a place, or removes it there. Lists the place before it asks the home,
+    where everything is put first."""
     here = object_names.MANIFEST in place.children(id.directory).objects
     try:
         places.home.stat(id.manifest)
@@ -126,11 +126,14 @@ def _follow(places: ReplicatedStore, place: Store, id: CheckpointId) -> None:
 
 
 def _free(place: Store, id: CheckpointId) -> bool:
-    """Whether there was a pack of it."""
+    """Frees a save in a place. Returns whether it had a pack there."""
     prefix = len(id.directory) + 1
     found = [entry.name for entry in place.walk(id.directory, leftovers=True)]
     own = [name for name in found if _is_own(name[prefix:])]
-    left = [name for name in found if is_leftover(name) and _is_ours(name.partition(TEMPORARY)[0][prefix:])]
+    final = {name: name.partition(TEMPORARY)[0][prefix:] for name in found if is_leftover(name)}
+    left = [
+        name for name, file in final.items() if _is_own(file) or file in (object_names.BEGIN, object_names.MANIFEST)
+    ]
     place.delete([id.manifest])
     place.delete([*own, *left])
     place.delete([object_names.begin_name(id)])
@@ -138,7 +141,7 @@ def _free(place: Store, id: CheckpointId) -> bool:
 
 
 def _is_known(home: Store, id: CheckpointId) -> bool:
-    """Whether the home has its `begin.json`, or its manifest. Asked by name: a listing may be older than what it
+    """Returns whether the home has its `begin.json` or its manifest. Asks by name: a listing may be older than what it
     lists."""
     try:
         home.stat(object_names.begin_name(id))
@@ -153,7 +156,8 @@ def _is_known(home: Store, id: CheckpointId) -> bool:
 
 
 def _is_aborted(home: Store, id: CheckpointId) -> bool:
-    """Whether a mark says so: one that was read and understood, for a small checkpoint's manifest is no longer."""
+    """Returns whether an intact aborted mark exists. A manifest may be as short as a mark, so that it has to be
+    decoded."""
     try:
         if home.stat(id.manifest).length > MAX_ABORTED:
             return False
@@ -163,8 +167,8 @@ def _is_aborted(home: Store, id: CheckpointId) -> bool:
 
 
 def _is_ahead(places: ReplicatedStore, place: Store, id: CheckpointId) -> bool:
-    """Whether nothing of it is freed although the home does not know it: it was saved under a claim that the home does
-    not have, or is a checkpoint beyond all that the home knows to have been saved under it."""
+    """Returns whether a save that the home does not know must stay: it was saved under a claim that the home does not
+    have, or is a checkpoint beyond the last step that the home knows of that claim."""
     if not places.replica(place).is_of_home(id.manifest):
         return True
     if _is_aborted(places.home, id):
@@ -179,7 +183,8 @@ def _is_ahead(places: ReplicatedStore, place: Store, id: CheckpointId) -> bool:
 
 
 def _last_known(places: ReplicatedStore, id: CheckpointId) -> int:
-    """The step that the attempt of `id` is known to have come to: as the next one says, or its last save."""
+    """Returns the last step that the attempt of `id` is known to have reached: according to the next attempt, or its
+    last save."""
     home = places.home
     numbers = map(parse_attempt, home.children(object_names.run_directory(id.run)).directories)
     later = min((number for number in numbers if number is not None and number > id.attempt), default=None)
@@ -197,10 +202,6 @@ def _last_known(places: ReplicatedStore, id: CheckpointId) -> int:
         return max(known)
     steps = map(parse_step, home.children(object_names.attempt_directory(id.run, id.attempt)).directories)
     return max((step for step in steps if step is not None), default=-1)
-
-
-def _is_ours(file: str) -> bool:
-    return _is_own(file) or file in (object_names.BEGIN, object_names.MANIFEST)
 
 
 def _is_own(file: str) -> bool:

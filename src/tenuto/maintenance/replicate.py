@@ -25,8 +25,8 @@ from tenuto.store.contract import Store
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """What one place lacks of a checkpoint, by name: `packs`, of so many `bytes`, and small objects. `id`: None for
-    what belongs to no checkpoint."""
+    """The objects of a checkpoint that one place lacks, by name: `packs`, with `bytes` in all, and small objects. `id`
+    is None for those of no checkpoint."""
 
     id: CheckpointId | None
     target: str
@@ -37,8 +37,8 @@ class Copying:
 
 @dataclass(frozen=True, slots=True)
 class ReplicatePlan:
-    """`unfound`: packs that lie in no place that is found from here. `away`: places that are not found. `failed`: what
-    kept a checkpoint from being looked at."""
+    """`unfound`: packs that no place in reach has. `away`: places out of reach. `failed`: errors that kept a checkpoint
+    out of the plan."""
 
     where: str
     copies: tuple[Copying, ...]
@@ -53,14 +53,14 @@ class ReplicatePlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplicateReport:
-    """`bytes`: of the packs that were copied. `failed`: what could not be, and why."""
+    """`bytes`: of the packs that were copied. `failed`: errors of those that were not."""
 
     bytes: int
     failed: tuple[TenutoError, ...]
 
 
 def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
-    """What is lacking where, newest first. What has gone meanwhile is passed over."""
+    """Plans what to copy where, newest first. Skips checkpoints that were removed meanwhile."""
     copies: list[Copying] = []
     unfound: list[str] = []
     failed: list[TenutoError] = []
@@ -101,7 +101,7 @@ def _lacking(repo: Repo, manifest: Manifest, found: Sequence[Store], unfound: li
 
 
 def _small(repo: Repo, manifest: Manifest) -> list[str]:
-    """What a place needs to show a checkpoint by itself, in the order in which it is put."""
+    """Returns the objects that a place needs to show a checkpoint by itself, in the order in which they are put."""
     directory = manifest.id.directory
     notes = [entry.name for entry in repo.store.walk(object_names.notes_directory(manifest.id))]
     return [*(f"{directory}/{entry.name}" for entry in manifest.tables), manifest.id.manifest, *notes]
@@ -113,7 +113,7 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
     failed: list[TenutoError] = []
     places = {target.url: target for target in targets(repo)}
 
-    def told(name: str, nbytes: int) -> None:
+    def advance(name: str, nbytes: int) -> None:
         nonlocal done
         done += nbytes
         if emit.listened:
@@ -125,7 +125,7 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
             before = [name for name in copying.small if object_names.is_index(name)]
             _bring(repo, target, before)
             if copying.packs and copying.id is not None:
-                copy_packs(repo, repo.manifest(copying.id), frozenset(copying.packs), target, told)
+                copy_packs(repo, repo.manifest(copying.id), frozenset(copying.packs), target, advance)
             _bring(repo, target, [name for name in copying.small if name not in before])
         except CheckpointNotFound:
             continue

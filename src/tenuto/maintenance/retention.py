@@ -1,12 +1,13 @@
-"""Retention: frees at once what the keep policy lets go of, for the live attempt of a run and in that run alone.
+"""Retention: frees at once what the keep policy drops, for the live attempt of a run and only in that run.
 
-The order (I2): tombstones; a look at who needs what, and whether this attempt still owns the run (I11); the manifest,
-durably gone before anything else goes; packs and index; notes; begin.json; the tombstone. The policy, and what I7
-protects, are judged anew by a look that is taken after the tombstones are put, whatever the plan says.
+The order (I2): tombstones; a snapshot of what is needed and of who owns the run (I11); the manifest, durably gone
+before anything else; packs and index; notes; begin.json; the tombstone. The policy and I7 are judged anew by a snapshot
+taken after the tombstones were put, whatever the plan says.
 
-So a plan may be made from what is remembered (`tenuto.repo.catalog`): it costs no call of the store, and can only name
-too much or too little. That look lists the refs and the run, and reads what is new. Before anything goes it also reads
-again the manifests of those checkpoints that have to be whole for it to go (I7), unless this process has just put them.
+So a plan may be made from cached facts (`tenuto.repo.catalog`): it costs no call of the store, and can only name too
+much or too little. The snapshot lists the refs and the run, and reads what is new. Before anything is removed, the
+manifests of those checkpoints that have to be intact for that (I7) are read again, unless this process has just put
+them.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from dataclasses import dataclass
 from tenuto.crashpoints import crashpoint
 from tenuto.errors import CorruptionError, StoreFull
 from tenuto.events import Emitter, Removed
-from tenuto.maintenance.census import look_at
+from tenuto.maintenance.census import census_of
 from tenuto.maintenance.facts import gather_facts, relied_on
 from tenuto.maintenance.gc import listed
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.policy.keep import KeepPolicy, KeepVerdict
-from tenuto.repo.catalog import Catalog, Look
+from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.format import object_names
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim_newest
 from tenuto.repo.repository import Repo
-from tenuto.repo.tombstones import Tombstone, put_tombstone, stands, take_back
+from tenuto.repo.tombstones import Tombstone, put_tombstone, still_exists, take_back
 from tenuto.repo.unfinished import notes_and_leftovers
 
 
@@ -50,7 +51,7 @@ class RetentionPlan:
 
     @property
     def dropped(self) -> tuple[CheckpointId, ...]:
-        """What goes, oldest first: cut short, retention leaves the newest."""
+        """Returns the checkpoints to remove, oldest first: if it breaks off, the newest are left."""
         return tuple(verdict.id for verdict in reversed(self.verdicts) if not verdict.keep)
 
     def reason(self, id: CheckpointId) -> str:
@@ -63,29 +64,29 @@ class RetentionPlan:
 
 
 def plan_retention(repo: Repo, attempt: Attempt, policy: KeepPolicy, catalog: Catalog | None = None) -> RetentionPlan:
-    """Plans what `policy` lets go of in the attempt's run. Raises CorruptionError where a ref cannot be read.
+    """Plans what `policy` removes from the attempt's run. Raises CorruptionError if a ref cannot be read.
 
-    catalog: what is remembered of the repository. A plan that lets something go may be made of that alone; `execute`
-    looks at the repository as it is.
+    `catalog`: known facts of the repository. A plan that removes something may come from these alone; `execute` reads
+    the repository's present state.
     """
-    remembered = None if catalog is None else catalog.remembered(attempt.run)
+    known = None if catalog is None else catalog.last_snapshot(attempt.run)
     without = frozenset(attempt.unsettled)
-    if remembered is not None:
-        plan = _plan(remembered, attempt.run, attempt.number, policy, without=without)
+    if known is not None:
+        plan = _plan(known, attempt.run, attempt.number, policy, without=without)
         if plan.dropped:
             return plan
-    look = (catalog or Catalog()).look(repo, attempt.run)
-    if _superseded(look, attempt):
+    snapshot = (catalog or Catalog()).snapshot(repo, attempt.run)
+    if _superseded(snapshot, attempt):
         return RetentionPlan(repo.url, attempt.run, attempt.number, policy, (), (), superseded=True)
-    plan = _plan(look, attempt.run, attempt.number, policy, without=without)
-    look.close()
+    plan = _plan(snapshot, attempt.run, attempt.number, policy, without=without)
+    snapshot.close()
     return plan
 
 
 def preview(repo: Repo, run: str, policy: KeepPolicy) -> RetentionPlan:
-    """Plans what `policy` would let go of in the run, for nobody's attempt: no plan to execute."""
+    """Plans what `policy` would remove from the run, without an attempt: such a plan cannot be executed."""
     run = run_key(run)
-    return _plan(Catalog().look(repo, run), run, 0, policy)
+    return _plan(Catalog().snapshot(repo, run), run, 0, policy)
 
 
 def retain(
@@ -97,10 +98,10 @@ def retain(
     emitter: Emitter | None = None,
     report: Callable[[str], None] | None = None,
 ) -> tuple[RetentionPlan, tuple[CheckpointId, ...]]:
-    """Applies `policy` to a run that nobody trains: claims it, as only its live attempt may remove (I11), frees, and
-    gives it back. The plan, and what went. Where nothing would go, nothing is claimed.
+    """Applies `policy` to a run without a live owner: claims it, since only its live attempt may remove (I11), frees,
+    and releases it. Returns the plan and what was removed. Claims nothing if nothing would be removed.
 
-    The attempt goes on from what `latest` means, and so changes nothing of that. Raises RunInUse if the run has a live
+    The attempt continues from what `latest` means, and so does not change it. Raises RunInUse if the run has a live
     owner (one on another host is watched for 15 s), Superseded if others keep committing to it meanwhile.
     """
     plan = preview(repo, run, policy)
@@ -121,12 +122,12 @@ def retain(
 
 
 def _plan(
-    look: Look, run: str, attempt: int, policy: KeepPolicy, *, without: Container[CheckpointId] = frozenset()
+    snapshot: Snapshot, run: str, attempt: int, policy: KeepPolicy, *, without: Container[CheckpointId] = frozenset()
 ) -> RetentionPlan:
-    facts = sorted(gather_facts(look, run, without=without), key=lambda facts: facts.id, reverse=True)
+    facts = sorted(gather_facts(snapshot, run, without=without), key=lambda facts: facts.id, reverse=True)
     verdicts = tuple(policy.decide(facts))
-    nbytes = tuple((verdict.id, _bytes(look, verdict.id)) for verdict in verdicts if not verdict.keep)
-    return RetentionPlan(look.url, run, attempt, policy, verdicts, nbytes)
+    nbytes = tuple((verdict.id, _bytes(snapshot, verdict.id)) for verdict in verdicts if not verdict.keep)
+    return RetentionPlan(snapshot.url, run, attempt, policy, verdicts, nbytes)
 
 
 def execute(
@@ -137,12 +138,12 @@ def execute(
     emitter: Emitter | None = None,
     catalog: Catalog | None = None,
 ) -> tuple[CheckpointId, ...]:
-    """Frees what the plan drops; returns what went. What the policy keeps by now, or somebody has come to need since
-    the plan, stays; once a later attempt has claimed the run, nothing goes.
+    """Frees what the plan drops; returns what was removed. Keeps what the policy keeps by now and what has come to be
+    needed since; once a later attempt has claimed the run, removes nothing.
 
-    catalog: what is remembered of the repository, from which the plan was made; without one everything is read anew.
-    Its `plan_again` says afterwards whether more may go than the plan knew of.
-    Raises what the store or the policy raises; what a failed store leaves is closed by the next claim.
+    `catalog`: the facts from which the plan was made; without one everything is read anew. Its `plan_again` says
+    afterwards whether more may go than the plan knew of. Raises what the store or the policy raises; the next claim
+    frees what a failed store leaves.
     """
     assert (plan.run, plan.attempt) == (attempt.run, attempt.number), "a plan is executed by the attempt that made it"
     emitter, catalog = emitter or Emitter(), catalog or Catalog()
@@ -152,7 +153,7 @@ def execute(
         return ()
     removed: list[CheckpointId] = []
     stones: list[Tombstone] = []
-    standing: list[Tombstone] = []
+    remaining: list[Tombstone] = []
     try:
         for id in going:
             try:
@@ -161,36 +162,32 @@ def execute(
                 if not stones:
                     raise
                 break  # what these free makes room for the others, next time
-            standing.append(stones[-1])
+            remaining.append(stones[-1])
         crashpoint("tombstone put, manifest still there")
-        look = catalog.look(repo, attempt.run)
-        free = _still_free(look, attempt, plan.policy, {stone.id for stone in stones})
+        snapshot = catalog.snapshot(repo, attempt.run)
+        free = _still_free(snapshot, attempt, plan.policy, {stone.id for stone in stones})
         for stone in [stone for stone in stones if stone.id in free]:
-            files = _own_files(repo, stone, look.files(stone.id))
+            files = _own_files(repo, stone, snapshot.files(stone.id))
             if not files:
                 continue
             # Where it breaks off from here on, its tombstone stays: without it, what is left of the checkpoint looks
             # like one that has lost its manifest. The next claim ends the removal.
-            standing.remove(stone)
+            remaining.remove(stone)
             _free(repo, stone.id, files)
-            look.drop(stone.id)
+            snapshot.drop(stone.id)
             removed.append(stone.id)
             emitter.emit(Removed(stone.id, plan.reason(stone.id)))
             take_back(repo, stone)
     except Exception:
-        _take_back_all(repo, standing)
+        take_back(repo, *remaining)
         raise
-    _take_back_all(repo, standing)
+    take_back(repo, *remaining)
     catalog.plan_again = not free.issubset(going)
     return tuple(removed)
 
 
-def _take_back_all(repo: Repo, stones: list[Tombstone]) -> None:
-    repo.store.delete([stone.name for stone in stones])
-
-
 def _superseded(repo: Repo, attempt: Attempt) -> bool:
-    """Whether a higher attempt exists. One whose record is damaged counts; a copied directory does not."""
+    """Returns whether a higher attempt exists. One with a damaged record counts; a copied directory does not."""
     for number in repo.attempts(attempt.run):
         if number > attempt.number:
             try:
@@ -202,39 +199,39 @@ def _superseded(repo: Repo, attempt: Attempt) -> bool:
 
 
 def _still_free(
-    look: Look, attempt: Attempt, policy: KeepPolicy, going: Collection[CheckpointId]
+    snapshot: Snapshot, attempt: Attempt, policy: KeepPolicy, going: Collection[CheckpointId]
 ) -> frozenset[CheckpointId]:
-    """Returns the checkpoints that neither the policy keeps nor anybody needs.
+    """Returns the checkpoints that the policy does not keep and nothing needs.
 
-    look: taken after the tombstones of `going` were put.
-    going: those that may be removed now. What has to be whole for them to go is not only remembered to be.
+    `snapshot`: taken after the tombstones of `going` were put. `going`: those that may be removed now. The manifests of
+    the checkpoints that must be intact for that are read again.
     """
-    if _superseded(look, attempt):
+    if _superseded(snapshot, attempt):
         return frozenset()
     without = frozenset(attempt.unsettled)
     while True:
-        facts = gather_facts(look, attempt.run, without=without)
+        facts = gather_facts(snapshot, attempt.run, without=without)
         free = frozenset(verdict.id for verdict in policy.decide(facts) if not verdict.keep)
-        relied = relied_on(look, attempt.run, free.intersection(going), without=without)
-        remembered = [id for id in relied if not look.is_fresh(id)]
-        if not remembered:
-            look.close()
+        relied = relied_on(snapshot, attempt.run, free.intersection(going), without=without)
+        stale = [id for id in relied if not snapshot.is_fresh(id)]
+        if not stale:
+            snapshot.close()
             return free
-        for id in remembered:
-            look.read_again(id)
+        for id in stale:
+            snapshot.read_again(id)
 
 
 def _own_files(repo: Repo, stone: Tombstone, known: tuple[str, ...]) -> list[str]:
-    """Returns the file names of a checkpoint's objects; none if its tombstone was taken back, or nothing says which
-    objects are its. `known`: those that its save named, where this process saved it."""
-    files = sorted(known) or listed(repo, look_at(repo, stone.id))
+    """Returns the file names of a checkpoint's objects; none if its tombstone was withdrawn, or nothing lists them.
+    `known`: those that its save announced, if this process saved it."""
+    files = sorted(known) or listed(repo, census_of(repo, stone.id))
     # I7: a pack that a kept checkpoint needs lies in that one's directory; names with a way out of it are not read.
     assert all(object_names.is_file(file) for file in files), f"{stone.id} lists names outside its own directory"
-    return files if stands(repo, stone) else []
+    return files if still_exists(repo, stone) else []
 
 
 def _free(repo: Repo, id: CheckpointId, files: list[str]) -> None:
-    """Frees one checkpoint, made of these files."""
+    """Frees one checkpoint with these files."""
     repo.store.delete([id.manifest])
     repo.store.settle(id.manifest)
     crashpoint("manifest removed, packs still there")
@@ -248,6 +245,6 @@ def _free(repo: Repo, id: CheckpointId, files: list[str]) -> None:
     repo.store.delete([object_names.begin_name(id)])
 
 
-def _bytes(look: Look, id: CheckpointId) -> int:
-    entry = look.entry(id)
+def _bytes(snapshot: Snapshot, id: CheckpointId) -> int:
+    entry = snapshot.entry(id)
     return 0 if entry is None else entry.bytes

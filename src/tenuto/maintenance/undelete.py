@@ -1,6 +1,6 @@
 """Undelete: brings a removed checkpoint back, as long as gc has not come near it.
 
-Its packs and index are checked byte for byte; its manifest is put back; then everything is looked at again. Gc and
+Its packs and index are checked byte for byte; its manifest is put back; then everything is checked again. Gc and
 undelete meet at the manifest's name: gc takes it for an aborted mark before it deletes anything, so that only one of
 the two can go on.
 """
@@ -20,8 +20,8 @@ from tenuto.errors import (
     RepositoryError,
     typed,
 )
-from tenuto.maintenance.census import SaveDirectory, look_at
-from tenuto.maintenance.gc import GRACE_S, age_s, probe, standing_marks, store_now
+from tenuto.maintenance.census import SaveDirectory, census_of
+from tenuto.maintenance.gc import GRACE_S, age_s, probe, store_now, valid_marks
 from tenuto.maintenance.inspect import inspect, scan
 from tenuto.maintenance.remove import remove
 from tenuto.model.ids import CheckpointId
@@ -56,7 +56,7 @@ class UndeletePlan:
 def plan_undelete(repo: Repo, id: CheckpointId, *, grace_s: float = GRACE_S) -> UndeletePlan:
     """Raises CheckpointNotFound where there is nothing to bring back; RepositoryError where less than an hour of the
     grace is left. `grace_s`: as gc is run here."""
-    save = look_at(repo, id)
+    save = census_of(repo, id)
     if save.state == "committed":
         raise RepositoryError(f"{id} is not removed", subject=str(id), hint=typed("tenuto", "verify", repo.url))
     if save.state != "removed" or save.manifest is None:
@@ -84,14 +84,14 @@ def execute(repo: Repo, plan: UndeletePlan) -> Undeleted:
     """Brings it back. Raises CorruptionError, with everything that is wrong, if it would come back damaged; then it
     stays removed."""
     plan = plan_undelete(repo, plan.id, grace_s=plan.grace_s)
-    before = look_at(repo, plan.id)
+    before = census_of(repo, plan.id)
     data = repo.store.get(plan.trash, limit=MAX_MANIFEST)
     unseen = _check(repo, plan.id, data, every_byte=True)
     _take_back_dead(repo, plan.id)
     try:
         objects.put(repo.store, plan.id.manifest, data, token=secrets.token_hex(16))
     except AlreadyExists:
-        raise _nothing(repo, look_at(repo, plan.id)) from None
+        raise _nothing(repo, census_of(repo, plan.id)) from None
     repo.store.settle(plan.id.manifest)
     crashpoint("manifest put back from trash, not yet checked")
     try:
@@ -111,13 +111,14 @@ def execute(repo: Repo, plan: UndeletePlan) -> Undeleted:
 
 
 def _check(repo: Repo, id: CheckpointId, data: bytes, *, every_byte: bool) -> int:
-    """Presence, length and header of every object; with `every_byte` the leaves too. How many packs were not found."""
+    """Checks presence, length and header of every object, and with `every_byte` the leaves. Returns how many packs were
+    not found."""
     manifest = decode_manifest(data, id)
     if isinstance(manifest, Aborted):
         raise CorruptionError(f"what lies in the trash for {id} is no manifest", subject=str(id))
     found = inspect(repo, id, manifest)
     if every_byte:
-        scan(found, on_bytes=_uncounted, threads=2)
+        scan(found, on_bytes=lambda nbytes: None, threads=2)
     if found.harmed:
         wrong = "\n".join(f"  {finding}" for finding in found.findings)
         raise CorruptionError(f"{id} would not come back whole:\n{wrong}", subject=str(id))
@@ -133,7 +134,7 @@ def _withdraw(repo: Repo, id: CheckpointId) -> None:
 
 
 def _take_back_dead(repo: Repo, id: CheckpointId) -> None:
-    """A removal that died at its end has left its tombstone: it must not count as one that is still at work."""
+    """Withdraws the tombstone of a removal that died at its end, so that it does not count as one in progress."""
     with probe(repo) as name:
         for stone in dead_tombstones(repo, id.run, now_name=name, dead_below=0):
             if stone.id == id:
@@ -141,7 +142,7 @@ def _take_back_dead(repo: Repo, id: CheckpointId) -> None:
 
 
 def _left_s(repo: Repo, save: SaveDirectory, grace_s: float) -> float | None:
-    marks = standing_marks(repo, save)
+    marks = valid_marks(repo, save)
     if not marks:
         return None
     now_ns = store_now(repo)
@@ -149,7 +150,7 @@ def _left_s(repo: Repo, save: SaveDirectory, grace_s: float) -> float | None:
 
 
 def _trash_of(repo: Repo, save: SaveDirectory) -> str:
-    """The copy in the trash that can be read."""
+    """Returns the readable copy in the trash."""
     for entry in save.trash:
         try:
             decode_manifest(repo.store.get(entry.name, limit=MAX_MANIFEST), save.id)
@@ -168,7 +169,3 @@ def _nothing(repo: Repo, save: SaveDirectory) -> CheckpointNotFound:
     return CheckpointNotFound(
         f"{save.id} cannot be brought back: {why}", subject=str(save.id), hint=typed("tenuto", "ls", repo.url)
     )
-
-
-def _uncounted(nbytes: int) -> None:
-    """Nobody watches how far this check is."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError
 from tenuto.events import Emitter, Progress
-from tenuto.maintenance.census import SaveDirectory, look_at, take_census
+from tenuto.maintenance.census import SaveDirectory, census_of, take_census
 from tenuto.maintenance.findings import Finding, repository_findings
 from tenuto.maintenance.inspect import inspect, scan
 from tenuto.model.ids import CheckpointId
@@ -26,7 +26,8 @@ from tenuto.repo.repository import Repo
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was found. `bytes_read` counts the bytes of packs and indexes; `every_byte` says whether packs were read."""
+    """The result of a verification. `bytes_read` counts bytes of packs and indexes; `every_byte` says whether packs
+    were read."""
 
     findings: tuple[Finding, ...]
     checked: tuple[CheckpointId, ...]
@@ -47,14 +48,14 @@ class VerifyReport:
 
     @property
     def unseen(self) -> int:
-        """How many packs were not looked at."""
+        """Returns the number of packs that were not read."""
         return sum(finding.unseen for finding in self.findings)
 
     def of(self, id: CheckpointId) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.id == id)
 
     def damaged(self) -> tuple[CheckpointId, ...]:
-        """The checkpoints that cannot be restored bit for bit."""
+        """Returns the checkpoints that cannot be restored bit for bit."""
         return tuple(
             sorted({finding.id for finding in self.errors if finding.id is not None and finding.harms_restore})
         )
@@ -62,8 +63,8 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
-    """`everything`: the store's other objects too (attempts, refs, unfinished saves, copies, strangers). `bytes`: of
-    the packs that will be read, as far as manifests tell."""
+    """`everything`: includes the store's other objects (attempts, refs, unfinished saves, copies, foreign objects).
+    `bytes`: of the packs to read, as far as manifests are readable."""
 
     where: str
     ids: tuple[CheckpointId, ...]
@@ -80,10 +81,10 @@ class VerifyPlan:
 def plan_verify(
     repo: Repo, ids: Sequence[CheckpointId] | None = None, *, every_byte: bool = True, listed: bool = False
 ) -> VerifyPlan:
-    """What a verification reads. `ids` None: every checkpoint, and everything else in the store. `listed`: nobody has
-    asked for these by name, and one that has gone since it was listed is no error.
+    """Plans a verification. `ids` None: every checkpoint, and everything else in the store. `listed`: the ids come from
+    a listing, and one that has gone since is no error.
 
-    Raises CheckpointNotFound for an id that is not there.
+    Raises CheckpointNotFound for an id that does not exist.
     """
     everything = ids is None
     if ids is None:
@@ -109,19 +110,19 @@ def execute(
     repo: Repo, plan: VerifyPlan, *, emitter: Emitter | None = None, threads: int | None = None, note: bool = False
 ) -> VerifyReport:
     """Verifies. `threads`: ranges read at once. With `note`, each checkpoint of which every byte was read gets a note:
-    "verified", or "suspect" if it cannot be restored bit for bit. A store that takes no note is no reason to read no
-    further: it is in the report, and no more notes are tried.
+    "verified", or "suspect" if it cannot be restored bit for bit. If the store refuses a note, the report says so, no
+    more notes are tried, and reading continues.
 
-    Damage is reported, not raised; FormatTooNew, and a store that cannot be listed, are raised.
+    Reports damage and does not raise it. Raises FormatTooNew, and the error of a store that cannot be listed.
     """
-    told: list[str] = []
-    with reporting_to(repo.store, told.append):
-        report = _executed(repo, plan, emitter or Emitter(), threads or _threads(), note)
+    problems: list[str] = []
+    with reporting_to(repo.store, problems.append):
+        report = _executed(repo, plan, emitter or Emitter(), threads or max(2, min(8, (os.cpu_count() or 1) + 1)), note)
     # What was read from another place since it was damaged in the first, and which mirrors were not looked at at all.
-    said = [Finding(None, "error", message, harms_restore=False) for message in dict.fromkeys(told)]
+    more = [Finding(None, "error", message, harms_restore=False) for message in dict.fromkeys(problems)]
     mirrors = [place for place in unreachable(repo.store) if not place.node]
-    said += [Finding(None, "info", f"{place} is not found from here: not looked at") for place in mirrors]
-    return replace(report, findings=(*report.findings, *said))
+    more += [Finding(None, "info", f"{place} is not found from here: not looked at") for place in mirrors]
+    return replace(report, findings=(*report.findings, *more))
 
 
 def _executed(repo: Repo, plan: VerifyPlan, emitter: Emitter, threads: int, note: bool) -> VerifyReport:
@@ -160,7 +161,7 @@ def assert_whole(repo: Repo) -> VerifyReport:
 
 
 class _Progress:
-    """Counts bytes over all threads and tells."""
+    """Counts bytes over all threads and emits progress."""
 
     def __init__(self, subject: str, total: int, emitter: Emitter) -> None:
         self._subject, self._total, self._emitter = subject, total, emitter
@@ -178,7 +179,7 @@ class _Progress:
 def _verify_one(
     repo: Repo, id: CheckpointId, plan: VerifyPlan, progress: _Progress, threads: int
 ) -> tuple[list[Finding], int, int]:
-    """Findings, bytes read and objects read. One that was removed meanwhile has none: removal is no damage."""
+    """Returns findings, bytes read and objects read of a checkpoint. One that was removed meanwhile is not damaged."""
     found = inspect(repo, id)
     if plan.every_byte:
         scan(found, on_bytes=progress.advance, threads=threads)
@@ -191,24 +192,24 @@ def _verify_one(
 def _verify_removed(
     repo: Repo, save: SaveDirectory, plan: VerifyPlan, progress: _Progress, threads: int
 ) -> tuple[list[Finding], int, int]:
-    """Whether `undelete` would bring a removed checkpoint back whole. No checkpoint is harmed if not."""
+    """Checks whether `undelete` would bring back an intact checkpoint. If not, no checkpoint is harmed."""
     if save.manifest is None:
         return [], 0, 0
     found = inspect(repo, save.id, save.manifest)
     if plan.every_byte:
         scan(found, on_bytes=progress.advance, threads=threads)
-    if found.findings and look_at(repo, save.id).state != "removed":
+    if found.findings and census_of(repo, save.id).state != "removed":
         return [], found.bytes_read, found.objects  # brought back or collected meanwhile
     return [replace(finding, harms_restore=False) for finding in found.findings], found.bytes_read, found.objects
 
 
 def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> StoreError | None:
-    """What the store has against the note, None if it is there."""
+    """Adds the note. Returns the store's error, None if it succeeded."""
     harmful = [finding for finding in findings if finding.severity == "error" and finding.harms_restore]
-    told: list[Json] = [str(finding)[:1000] for finding in harmful[:20]]
+    texts: list[Json] = [str(finding)[:1000] for finding in harmful[:20]]
     try:
         if harmful:
-            add_note(repo, id, "suspect", {"count": len(harmful), "findings": told})
+            add_note(repo, id, "suspect", {"count": len(harmful), "findings": texts})
         elif not any(finding.unseen for finding in findings):
             add_note(repo, id, "verified", {"every_byte": True})
     except CheckpointNotFound:
@@ -216,7 +217,3 @@ def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> StoreErr
     except StoreError as error:
         return error
     return None
-
-
-def _threads() -> int:
-    return max(2, min(8, (os.cpu_count() or 1) + 1))

@@ -1,12 +1,12 @@
-"""The catalog: what is known of a repository's checkpoints, kept in the process between two rounds of retention.
+"""The catalog: facts of a repository's checkpoints, cached in the process between two rounds of retention.
 
 A manifest, an attempt's record, a note and a ref never change once they were put. So each is read at most once, and the
-manifest of a checkpoint that this process committed not at all. Everything here is a cache: a new catalog reads anew.
+manifest of a checkpoint that this process committed not at all. A new catalog reads everything anew.
 
-Which of them there are can change at any time, by other processes. So each round takes a `Look`: a view of the
-repository whose listings are made after the look was taken. Objects that are new in it are read. What is damaged, or a
-copy, is never remembered, and is read again by each look. A manifest that was whole when it was read may be damaged
-since: who removes one checkpoint because another one is whole asks `Look.is_fresh`, and reads that one again.
+Other processes can add and remove objects at any time. So each round takes a `Snapshot`: a view of the repository whose
+listings are made after it was taken. Objects that are new in it are read. Damaged objects and copies are never cached.
+A manifest that was intact when it was read may be damaged since: before one checkpoint is removed because another one
+is intact, `Snapshot.is_fresh` says whether that one has to be read again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tenuto.store.contract import Capabilities, Content, Entry, Listing, Reader,
 SCAN_OBJECTS: Final = 5_000
 """A run of at most so many objects is listed in one go; a larger one by directories, without those of packs."""
 _BEGUN: Final = 64
-"""Saves begun by this process whose files are remembered until they commit."""
+"""Saves begun by this process whose files are known until they commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class CatalogEntry:
 
 
 class Catalog:
-    """The facts that outlive a look. Commits add to it from their own threads; one thread at a time takes looks."""
+    """The facts that outlive a snapshot. Commits add facts from any thread; one thread at a time takes snapshots."""
 
     def __init__(self) -> None:
         self._entries: dict[CheckpointId, CatalogEntry] = {}
@@ -63,12 +63,12 @@ class Catalog:
         self._files: tuple[str, ...] = ()
         """Those of the save that was begun last: most saves write the same."""
         self._unseen: set[CheckpointId] = set()
-        """Committed by this process since the last look that listed them: as good as read."""
+        """Committed by this process since the last snapshot that listed them: as good as read."""
         self.plan_again = False
         """Whether others have changed what the last plan was made from, so that more may go than it knew of."""
-        self._last: Look | None = None
-        self._alone = False
-        """Whether the last look found no other run."""
+        self._last: Snapshot | None = None
+        self._only_run = False
+        """Whether the last snapshot found no other run."""
 
     # -- filled by this process's own saves --------------------------------------------------------------------------
 
@@ -88,14 +88,14 @@ class Catalog:
             self._entries[manifest.id] = replace(_entry_of(manifest, data), files=files)
             self._unseen.add(manifest.id)
 
-    # -- looks -------------------------------------------------------------------------------------------------------
+    # -- snapshots --------------------------------------------------------------------------------------------------
 
-    def look(self, repo: Repo, run: str) -> Look:
-        """Takes a look at the repository as it is now, for the retention of `run`. `close` ends it."""
-        return Look(repo, self, run)
+    def snapshot(self, repo: Repo, run: str) -> Snapshot:
+        """Takes a snapshot of the repository for the retention of `run`. `close` ends it."""
+        return Snapshot(repo, self, run)
 
-    def remembered(self, run: str) -> Look | None:
-        """Returns the last look at `run`, with what this process committed since; None if there was none.
+    def last_snapshot(self, run: str) -> Snapshot | None:
+        """Returns the last snapshot of `run`, with what this process committed since; None without one.
 
         Nothing may be removed by it alone: others may have come to need what it does not know of.
         """
@@ -108,7 +108,7 @@ class Catalog:
         return last
 
     def _objects_of(self, run: str) -> int:
-        """About how many objects the known checkpoints of `run` are."""
+        """Estimates how many objects the known checkpoints of `run` have."""
         return sum(2 * entry.ranks + 4 for id, entry in list(self._entries.items()) if id.run == run)
 
 
@@ -123,7 +123,7 @@ def _entry_of(manifest: Manifest, data: bytes) -> CatalogEntry:
     )
 
 
-class Look(Repo):
+class Snapshot(Repo):
     """A repository as it is listed once, for reading: each directory is listed at most once, when first asked for."""
 
     def __init__(self, repo: Repo, catalog: Catalog, run: str) -> None:
@@ -145,12 +145,12 @@ class Look(Repo):
         """Lists refs, and the run, in one go each. Other runs may be large, and are listed by directories."""
         try:
             self._listed.scan("refs")
-            self._listed.scan(object_names.RUNS if catalog._alone else object_names.run_directory(self.run))
+            self._listed.scan(object_names.RUNS if catalog._only_run else object_names.run_directory(self.run))
         except StoreDenied:
             return  # somebody else's directory that may not be looked into: directories are listed one by one
 
     def exists(self, id: CheckpointId) -> bool:
-        """As `Repo.exists`; a manifest that is not remembered is read whole, for its facts."""
+        """Does what `Repo.exists` does; reads an unknown manifest in full, for its facts."""
         if object_names.MANIFEST not in self.store.children(id.directory).objects:
             return False
         try:
@@ -163,8 +163,8 @@ class Look(Repo):
             return True
 
     def entry(self, id: CheckpointId) -> CatalogEntry | None:
-        """The checkpoint's facts, None where its manifest is damaged or a copy. Raises CheckpointNotFound if there is
-        no manifest, or an aborted mark; StoreError where it cannot be read."""
+        """Returns the checkpoint's facts; None if its manifest is damaged or a copy. Raises CheckpointNotFound if there
+        is no manifest, or an aborted mark; StoreError if it cannot be read."""
         if id in self._damaged:
             return None
         self._used.add(id)
@@ -200,11 +200,11 @@ class Look(Repo):
         return entry
 
     def is_fresh(self, id: CheckpointId) -> bool:
-        """Whether the checkpoint's manifest was read by this look, or committed by this process since the last one."""
+        """Returns whether this snapshot has read the manifest, or this process has committed it since the last one."""
         return id in self._fresh or id in self._catalog._unseen
 
     def read_again(self, id: CheckpointId) -> None:
-        """Reads the checkpoint's manifest, and its notes when they are next asked for, whatever is remembered."""
+        """Reads the checkpoint's manifest, and its notes when they are next asked for, whatever is cached."""
         directory = object_names.notes_directory(id)
         self._listed.forget(f"{directory}/{file}" for file in self.store.children(directory).objects)
         try:
@@ -213,12 +213,12 @@ class Look(Repo):
             self.drop(id)
 
     def files(self, id: CheckpointId) -> tuple[str, ...]:
-        """What the checkpoint's save said that it would write; empty where this process does not know it."""
+        """Returns the files that the checkpoint's save announced; empty unless this process saved it."""
         known = self._catalog._entries.get(id)
         return () if known is None or id in self._damaged else known.files
 
     def add(self, id: CheckpointId) -> None:
-        """Adds a checkpoint that was committed since the look was taken."""
+        """Adds a checkpoint that was committed since the snapshot was taken."""
         self._listed.add(f"{id.directory}/{object_names.MANIFEST}")
 
     def drop(self, id: CheckpointId) -> None:
@@ -228,7 +228,7 @@ class Look(Repo):
         self._catalog._unseen.discard(id)
 
     def close(self) -> None:
-        """Ends the look: the catalog forgets what is not there any more, and remembers the look."""
+        """Ends the snapshot. The catalog drops what does not exist any more and stores the snapshot."""
         catalog = self._catalog
         for id in self._before - self._used:
             catalog._entries.pop(id, None)
@@ -236,7 +236,7 @@ class Look(Repo):
         for name in self._objects_before - self._listed.used:
             catalog._objects.pop(name, None)
         catalog._unseen.difference_update(self._unseen_before)
-        catalog._alone = self.runs() == [self.run]
+        catalog._only_run = self.runs() == [self.run]
         catalog._last = self
         self._fresh.clear()
 
@@ -293,7 +293,7 @@ class _ListedStore:
         if known is not None and self.lengths.get(name, len(known)) == len(known):
             return known
         data = self._store.get(name, limit=limit)
-        if _is_lasting(name) and _is_whole(name, data):
+        if _is_lasting(name) and _is_intact(name, data):
             self._objects[name] = data
         return data
 
@@ -334,10 +334,10 @@ class _ListedStore:
         return self._store.probe()
 
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
-        raise AssertionError("a look is for reading")
+        raise AssertionError("a snapshot is read-only")
 
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:
-        raise AssertionError("a look is for reading")
+        raise AssertionError("a snapshot is read-only")
 
     def open(self, name: str) -> Reader:
         return self._store.open(name)
@@ -355,11 +355,11 @@ class _ListedStore:
         return self._store.free_bytes()
 
     def close(self) -> None:
-        """The store stays open: it belongs to the repository that is looked at."""
+        """Does nothing: the store belongs to the repository."""
 
 
 def _is_lasting(name: str) -> bool:
-    """Whether an object of this name is small, and never changes while it is there."""
+    """Returns whether an object of this name is small and never changes while it exists."""
     parts = name.split("/")
     if parts[0] == "refs":
         return True
@@ -368,8 +368,8 @@ def _is_lasting(name: str) -> bool:
     )
 
 
-def _is_whole(name: str, data: bytes) -> bool:
-    """Whether the object is its name's own, and not damaged."""
+def _is_intact(name: str, data: bytes) -> bool:
+    """Returns whether the object is intact and belongs to this name."""
     try:
         return canonical_json.open_seal(data, name=name).get("path") == name
     except CorruptionError:

@@ -74,8 +74,8 @@ def commit(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt], *, tree:
 
 
 def _assert_durable(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt]) -> None:
-    """I1: for every index and table that the manifest names, and every pack that those name, there is a receipt of this
-    store."""
+    """Asserts I1: there is a receipt of this store for every index and table that the manifest names, and for every
+    pack that those name."""
     durable = {receipt.name: receipt.length for receipt in receipts if receipt.store == repo.store.url}
     tables = () if manifest.boxes is None else (manifest.boxes,)
     for entry in (*manifest.indexes, *tables):
@@ -91,7 +91,7 @@ def _assert_durable(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt])
 
 
 def _packs_of(repo: Repo, manifest: Manifest, entry: IndexEntry) -> list[tuple[str, int]]:
-    """The packs that an index names, read back from the store: as a reader of the checkpoint will find them."""
+    """Reads an index back from the store, as a reader of the checkpoint will. Returns the packs that it names."""
     rank = int(entry.name.removeprefix("rank-").removesuffix(".index"))
     return [(pack.name, pack.length) for pack in repo.packs(manifest, rank)]
 

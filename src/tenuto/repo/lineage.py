@@ -26,7 +26,7 @@ from tenuto.repo.repository import Repo, known_runs
 
 Report = Callable[[str], None]
 
-_TOLD_BY: Final = 16
+_SAVES_ASKED: Final = 16
 """Saves of an attempt that are asked for its parent, where its own record does not tell."""
 _ID: Final = re.compile(r"(?:([^/]+)/)?a([0-9]{1,18})/(?:step-)?([0-9]{1,18})", re.ASCII)
 
@@ -57,7 +57,7 @@ def walk(
     `report` is told of damage that the walk goes around. Bounded by the attempts that exist, whatever they say.
     """
     run = run_key(run)
-    say: Report = report or (lambda message: None)
+    warn: Report = report or (lambda message: None)
     visited: set[tuple[str, int]] = set()
     own = run
     place = _highest(repo, run, below, withdrawn)
@@ -70,7 +70,7 @@ def walk(
             if (top is None or step <= top) and (id in known or repo.exists(id)):
                 empty = False
                 yield id
-        origin = _origin(repo, run, place, say, unclaimed=empty and beginning)
+        origin = _origin(repo, run, place, warn, unclaimed=empty and beginning)
         if origin.parent is not None:
             run, place, top = origin.parent.run, origin.parent.attempt, origin.parent.step
             beginning = False
@@ -89,7 +89,7 @@ def latest(
     report: Report | None = None,
     withdrawn: Container[int] = frozenset(),
 ) -> CheckpointId | None:
-    """What the run means now, or None if it has no checkpoint. Damaged or not: reading it tells."""
+    """Returns the checkpoint that the run means now, damaged or not; None if it has none."""
     return next(walk(repo, run, below=below, report=report, withdrawn=withdrawn), None)
 
 
@@ -117,12 +117,12 @@ def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> 
 
 
 def may_be_tag(step: str) -> bool:
-    """Whether `resolve` would look for a tag of this name: then the run plays no part."""
+    """Returns whether `resolve` would look for a tag of this name, whatever the run."""
     return step != "latest" and _ID.fullmatch(step) is None and not (step.isascii() and step.isdigit())
 
 
 def _tagged(repo: Repo, name: str) -> CheckpointId:
-    """A tag is the repository's: it may mean a checkpoint of another run."""
+    """Returns the checkpoint of a tag. A tag belongs to the repository and may name a checkpoint of another run."""
     hint = "give a step, latest, a tag, or attempt/step such as a0007/500"
     if not is_name(name):
         raise UsageError(f"{name!r} names no checkpoint", subject=name, hint=hint)
@@ -185,8 +185,9 @@ def _highest(repo: Repo, run: str, below: int | None, without: Container[int]) -
     return max((number for number in numbers if below is None or number < below), default=None)
 
 
-def _origin(repo: Repo, run: str, number: int, say: Report, *, unclaimed: bool) -> _Origin:
-    """The attempt's parent. `unclaimed`: an absent record is no loss, for nothing was committed and nobody named it."""
+def _origin(repo: Repo, run: str, number: int, warn: Report, *, unclaimed: bool) -> _Origin:
+    """Returns the attempt's parent. `unclaimed`: an absent record is no loss, because nothing was committed and nothing
+    refers to it."""
     try:
         record = repo.find_attempt(run, number)
         if record is not None:
@@ -196,16 +197,16 @@ def _origin(repo: Repo, run: str, number: int, say: Report, *, unclaimed: bool) 
         trouble = f"attempt {number} of run {run} has no record of its own"
     except CorruptionError as error:
         trouble = error.message
-    told = _origin_from_saves(repo, run, number)
-    if told is None:
-        say(f"{trouble}; what it was restored from is not known, the walk goes on with the next lower attempt")
+    parent = _origin_from_saves(repo, run, number)
+    if parent is None:
+        warn(f"{trouble}; what it was restored from is not known, the walk goes on with the next lower attempt")
         return _Origin(None, known=False)
-    say(f"{trouble}; its parent was taken from its other objects")
-    return told
+    warn(f"{trouble}; its parent was taken from its other objects")
+    return parent
 
 
 def _origin_from_saves(repo: Repo, run: str, number: int) -> _Origin | None:
-    """The parent as the attempt's lease or one of its saves says it."""
+    """Returns the parent according to the attempt's lease or one of its saves."""
     directory = object_names.lease_directory(run, number)
     for file in repo.store.children(directory).objects:
         beat = object_names.parse_numbered(file)
@@ -215,7 +216,7 @@ def _origin_from_saves(repo: Repo, run: str, number: int) -> _Origin | None:
                 return _Origin(decode_lease(data, run, number, beat).parent)
             except (ObjectNotFound, CorruptionError):
                 continue
-    for step in repo.steps(run, number)[:_TOLD_BY]:
+    for step in repo.steps(run, number)[:_SAVES_ASKED]:
         id = CheckpointId(run, number, step)
         try:
             return _Origin(decode_begin(repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id).parent)

@@ -33,9 +33,9 @@ def add_note(repo: Repo, id: CheckpointId, kind: str, body: Mapping[str, Json]) 
 
 
 def notes(repo: Repo, id: CheckpointId, *, report: Callable[[str], None] | None = None) -> list[Note]:
-    """The checkpoint's notes in the order in which they were added; of kinds that this version does not know, too.
+    """Returns the checkpoint's notes in the order in which they were added, also those of unknown kinds.
 
-    A damaged one raises CorruptionError, or is told to `report` and passed over. A copy from elsewhere is no note.
+    A damaged one raises CorruptionError, or is passed to `report` and skipped. A copy from elsewhere is no note.
     """
     directory = object_names.notes_directory(id)
     found = []

@@ -31,9 +31,9 @@ class _Process:
 
 
 def this_process() -> Owner:
-    """Who this is. Read anew each time: a forked child is somebody else."""
+    """Returns the identity of this process. Reads it anew each time: a forked child is another one."""
     pid = os.getpid()
-    found = _look(pid)
+    found = _inspect(pid)
     return Owner(
         host=socket.gethostname(),
         boot=_boot(),
@@ -45,25 +45,25 @@ def this_process() -> Owner:
 
 
 def judge(owner: Owner) -> LivenessVerdict:
-    """Dead or alive if this host can tell, else unknown: then the lease has to be watched."""
+    """Returns dead or alive if this host can tell, else unknown: then the lease has to be watched."""
     if not owner.boot or not owner.pid_namespace or not owner.started:
         return "unknown"
     if (owner.boot, owner.pid_namespace, owner.host) != (_boot(), _pid_namespace(), socket.gethostname()):
         return "unknown"
-    found = _look(owner.pid)
+    found = _inspect(owner.pid)
     if found is None:
         # A /proc that hides other users' processes looks the same as one without the process.
         return "unknown" if _answers(owner.pid) else "dead"
     return "dead" if found.zombie or found.started != owner.started else "alive"
 
 
-def _look(pid: int) -> _Process | None:
+def _inspect(pid: int) -> _Process | None:
     if pid <= 0:
         return None
-    return _look_in_proc(pid) if _LINUX else _look_by_psutil(pid)
+    return _inspect_proc(pid) if _LINUX else _inspect_by_psutil(pid)
 
 
-def _look_in_proc(pid: int) -> _Process | None:
+def _inspect_proc(pid: int) -> _Process | None:
     try:
         text = Path(_STAT.format(pid=pid)).read_text("ascii", "replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -73,7 +73,7 @@ def _look_in_proc(pid: int) -> _Process | None:
     return _Process(started=fields[19], zombie=fields[0] in _DEAD_STATES)
 
 
-def _look_by_psutil(pid: int) -> _Process | None:
+def _inspect_by_psutil(pid: int) -> _Process | None:
     import psutil  # type: ignore[import-untyped]  # Linux says it all in /proc
 
     try:
@@ -86,7 +86,7 @@ def _look_by_psutil(pid: int) -> _Process | None:
 
 
 def _answers(pid: int) -> bool:
-    """Whether some process has this pid; signal 0 only asks."""
+    """Returns whether some process has this pid; signal 0 only asks."""
     if not 0 < pid < 2**31:
         return False
     try:

@@ -34,7 +34,7 @@ _TRIES: Final = 100
 
 
 def numbers(repo: Repo, directory: str) -> list[int]:
-    """The numbers there are, ascending."""
+    """Returns the existing numbers, ascending."""
     found = (object_names.parse_numbered(file) for file in repo.store.children(directory).objects)
     return sorted(number for number in found if number is not None)
 
@@ -71,7 +71,7 @@ class Ref:
 
 
 def check_tag(name: object) -> str:
-    """`name` if a checkpoint can be tagged so: a name that can stand where a step is expected, and means no step."""
+    """Returns `name` if it can be a tag: it may be given where a step is expected, and is no step."""
     if not isinstance(name, str) or not is_name(name) or name == LATEST or name.isdigit():
         raise UsageError(
             f"{name!r} cannot be a tag",
@@ -82,12 +82,12 @@ def check_tag(name: object) -> str:
 
 
 def find_tag(repo: Repo, name: str) -> CheckpointId | None:
-    """The checkpoint that is tagged so, None if none is. Raises CorruptionError like `read_ref`."""
+    """Returns the checkpoint with this tag, None if there is none. Raises CorruptionError like `read_ref`."""
     return read_ref(repo, "tag", name) if is_name(name) else None
 
 
 def list_tags(repo: Repo) -> dict[str, CheckpointId]:
-    """Every tag that points somewhere, by name. Raises CorruptionError like `read_ref`."""
+    """Returns all tags in use with their checkpoints, by name. Raises CorruptionError like `read_ref`."""
     return {ref.name: ref.id for ref in list_refs(repo, kinds=("tag",))}
 
 
@@ -110,14 +110,14 @@ def put_ref(repo: Repo, kind: Kind, name: str, id: CheckpointId) -> Ref:
 
 
 def clear_ref(repo: Repo, kind: Kind, name: str) -> None:
-    """The ref points at nothing from now on; its history stays."""
+    """Makes the ref point at nothing; its history stays."""
     if is_damaged(repo, kind, name) or read_ref(repo, kind, name) is not None:
         _put(repo, _directory(kind, name), None)
 
 
 def read_ref(repo: Repo, kind: Kind, name: str) -> CheckpointId | None:
-    """Where the ref points, None if nowhere. CorruptionError if its newest version cannot be read: nobody may then act
-    as if it pointed nowhere."""
+    """Returns the checkpoint that the ref points at, None if it points at nothing. Raises CorruptionError if its newest
+    version cannot be read: nobody may then act as if it pointed at nothing."""
     directory = _directory(kind, name)
     for number in reversed(numbers(repo, directory)):
         place = numbered(directory, number)
@@ -131,7 +131,7 @@ def read_ref(repo: Repo, kind: Kind, name: str) -> CheckpointId | None:
 
 
 def is_damaged(repo: Repo, kind: Kind, name: str) -> bool:
-    """Whether the ref's newest version cannot be read. It holds up every removal until a new version is put."""
+    """Returns whether the ref's newest version cannot be read. It blocks every removal until a new version is put."""
     try:
         read_ref(repo, kind, name)
     except CorruptionError:
@@ -140,7 +140,7 @@ def is_damaged(repo: Repo, kind: Kind, name: str) -> bool:
 
 
 def list_refs(repo: Repo, kinds: Sequence[Kind] = KINDS) -> list[Ref]:
-    """Every ref that points somewhere, by kind and name. Raises CorruptionError like `read_ref`."""
+    """Returns every ref that points at a checkpoint, by kind and name. Raises CorruptionError like `read_ref`."""
     found = []
     for kind in kinds:
         for name in repo.store.children(f"refs/{kind}").directories:
@@ -172,7 +172,7 @@ def _directory(kind: Kind, name: str) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Whether a ref can be called so."""
+    """Returns whether a ref can have this name."""
     try:
         return run_key(name) == name
     except UsageError:

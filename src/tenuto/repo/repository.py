@@ -46,7 +46,7 @@ _HEAD: Final = 64 << 10
 
 
 def nearby(store: Store) -> str | None:
-    """The URL or path of a repository one level below, or at most eight levels above; None if there is none."""
+    """Returns the URL or path of a repository one level below, or at most eight levels above; None if there is none."""
     place = store.url.rstrip("/")
     try:
         for directory in store.children("").directories[:_BELOW]:
@@ -72,7 +72,7 @@ def _above(url: str) -> str | None:
 
 
 def now_text() -> str:
-    """The wall clock, for a person's eye, and for milestones of hours: nothing else is decided by it."""
+    """Returns the wall clock as text, for display and for milestones of hours; it decides nothing else."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
@@ -175,20 +175,20 @@ class Repo:
         return cls(known(store, id), id, found.whole("chunk_bytes", minimum=1, maximum=objects.MAX_CHUNK))
 
     def runs(self) -> list[str]:
-        """The runs that have an attempt, by directory name, sorted. Foreign directories are passed over."""
+        """Returns the runs that have an attempt, by directory name, sorted. Ignores foreign directories."""
         return [
             key for key in self.store.children(object_names.RUNS).directories if _is_run(key) and self.attempts(key)
         ]
 
     def attempts(self, run: str) -> list[int]:
-        """The numbers of the run's attempt directories, ascending. One that nobody claimed, or a copy, may be among
-        them: `find_attempt` tells."""
+        """Returns the numbers of the run's attempt directories, ascending. They may include unclaimed ones and copies,
+        which `find_attempt` excludes."""
         found = (parse_attempt(key) for key in self.store.children(object_names.run_directory(run)).directories)
         return sorted(number for number in found if number is not None)
 
     def find_attempt(self, run: str, number: int) -> AttemptRecord | None:
-        """What the attempt says of itself, or None if nobody claimed it or its directory is a copy of another.
-        CorruptionError if its record is damaged."""
+        """Returns the attempt's record, None if it is unclaimed or its directory is a copy of another. Raises
+        CorruptionError if the record is damaged."""
         name = object_names.attempt_name(run, number)
         try:
             data = self.store.get(name, limit=objects.SMALL)
@@ -204,24 +204,23 @@ class Repo:
         return found
 
     def steps(self, run: str, attempt: int) -> list[int]:
-        """The steps that have a directory in the attempt, descending, committed or not: one listing, nothing is
-        read."""
+        """Returns the steps with a directory in the attempt, descending, committed or not. Costs one listing and reads
+        nothing."""
         keys = self.store.children(object_names.attempt_directory(run, attempt)).directories
         return sorted((step for key in keys if (step := parse_step(key)) is not None), reverse=True)
 
     def committed(self, run: str, attempt: int) -> list[int]:
-        """The attempt's committed steps, descending. A damaged manifest counts: its checkpoint exists, and reading it
-        says what is wrong with it."""
+        """Returns the attempt's committed steps, descending. A damaged manifest counts: its checkpoint exists."""
         return [step for step in self.steps(run, attempt) if self.exists(CheckpointId(run, attempt, step))]
 
     def exists(self, id: CheckpointId) -> bool:
-        """Whether the checkpoint is there: a manifest of its own, damaged or not, that is no aborted mark. One that
-        cannot be read is none of its own where the directory's `begin.json` was written for another place."""
+        """Returns whether the checkpoint exists: it has a manifest of its own, damaged or not, that is no aborted mark.
+        An unreadable one is not its own if the directory's `begin.json` was written for another place."""
         found = self._exists_by_head(id)
-        return self._exists_by_whole(id) if found is None else found
+        return self._exists_in_full(id) if found is None else found
 
     def _exists_by_head(self, id: CheckpointId) -> bool | None:
-        """As `exists`, from the first bytes of the manifest; None where those do not tell."""
+        """Answers `exists` from the first bytes of the manifest; None if those do not suffice."""
         try:
             with self.store.open(id.manifest) as reader:
                 length = min(reader.length, _HEAD)
@@ -243,7 +242,7 @@ class Repo:
         except CorruptionError:
             return None
 
-    def _exists_by_whole(self, id: CheckpointId) -> bool:
+    def _exists_in_full(self, id: CheckpointId) -> bool:
         try:
             data = self.store.get(id.manifest, limit=MAX_MANIFEST)
         except ObjectNotFound:
@@ -263,9 +262,9 @@ class Repo:
             return bool(begun) if objects.is_copy(id.manifest, data) else begun is not False
 
     def _begun_here(self, id: CheckpointId) -> bool | None:
-        """Whether a save was begun in this very place, None where nothing tells. Then a copy under its manifest's name
-        has replaced the one that was there; and where it is False the directory is a copy, in which what cannot be read
-        was damaged before it was copied."""
+        """Returns whether a save was begun in this very place, None if unknown. If True, a copy under the manifest's
+        name has replaced the original; if False, the directory is a copy, and unreadable objects in it were damaged
+        before."""
         name = object_names.begin_name(id)
         try:
             return not objects.is_copy(name, self.store.get(name, limit=objects.SMALL))
@@ -283,14 +282,15 @@ class Repo:
         return found
 
     def manifest_bytes(self, id: CheckpointId) -> bytes:
-        """The manifest as it is stored. Raises like `manifest`."""
+        """Returns the manifest as stored. Raises like `manifest`."""
         data = self._read_manifest(id)
         if data is None or isinstance(decode_manifest(data, id), Aborted):
             raise self._not_found(id, "there is none, or its save was never finished")
         return data
 
     def mark(self, id: CheckpointId) -> Manifest | Aborted | None:
-        """What lies under the manifest's name, None if nothing does. CorruptionError if it is damaged or a copy."""
+        """Returns the manifest or aborted mark of a save, None without one. Raises CorruptionError if it is damaged or
+        a copy."""
         data = self._read_manifest(id)
         return None if data is None else decode_manifest(data, id)
 
@@ -308,7 +308,7 @@ class Repo:
         )
 
     def index(self, manifest: Manifest, rank: int = 0) -> Index:
-        """One rank's index, its length and digest checked against the manifest before it is parsed."""
+        """Returns one rank's index. Its length and digest are checked against the manifest before it is parsed."""
         name = f"{manifest.id.directory}/{object_names.index_file(rank)}"
         data = self.index_bytes(manifest.id, _entry(manifest, rank))
         found = decode_index(data, id=manifest.id, rank=rank, tree=manifest.tree)
@@ -317,15 +317,15 @@ class Repo:
         return found
 
     def table(self, manifest: Manifest, rank: int = 0) -> Table:
-        """The rows of one rank's index, without the paths that the trees have. Raises like `index`."""
+        """Returns the rows of one rank's index, without the paths that the trees have. Raises like `index`."""
         found = decode_table(self.index_bytes(manifest.id, _entry(manifest, rank)), id=manifest.id, rank=rank)
         if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
             raise CorruptionError(f"{found.name} belongs to another save than its manifest", subject=found.name)
         return found
 
     def boxes(self, manifest: Manifest, leaves: int | None = None) -> BoxTable | None:
-        """Which rank has which part of which leaf; None where one rank has them all. Raises like `index`. `leaves`: of
-        the manifest's tree, where that is known."""
+        """Returns which rank has which part of which leaf; None if one rank has them all. Raises like `index`.
+        `leaves`: those of the manifest's tree, if known."""
         entry = manifest.boxes
         if entry is None:
             return None
@@ -339,7 +339,8 @@ class Repo:
         )
 
     def packs(self, manifest: Manifest, rank: int = 0) -> tuple[PackEntry, ...]:
-        """The packs that one rank's index names; nothing else of it is read, nor of the tree. Raises like `index`."""
+        """Returns the packs that one rank's index names, without reading the rest of it or the tree. Raises like
+        `index`."""
         entry = _entry(manifest, rank)
         save_id, packs = decode_packs(self.index_bytes(manifest.id, entry), id=manifest.id, rank=rank)
         if save_id != manifest.save_id:
@@ -348,7 +349,8 @@ class Repo:
         return packs
 
     def index_bytes(self, id: CheckpointId, entry: IndexEntry) -> bytes:
-        """An index's bytes, whole, as its entry in the manifest says. CorruptionError if missing or different."""
+        """Returns the bytes of an index. Raises CorruptionError if it is missing or differs from its entry in the
+        manifest."""
         name = f"{id.directory}/{entry.name}"
         if entry.length > MAX_INDEX:
             raise CorruptionError(f"{name} claims {entry.length} bytes; at most {MAX_INDEX} are read", subject=name)
@@ -377,7 +379,7 @@ def _entry(manifest: Manifest, rank: int) -> IndexEntry:
 
 
 def _own_path(id: CheckpointId) -> bytes:
-    """What the manifest of `id` says of its own place, and no copy of another's does."""
+    """Returns what only the manifest of `id` itself, and no copy of another, says of its place."""
     return b',"path":"%b",' % id.manifest.encode()
 
 
@@ -389,6 +391,6 @@ def _is_run(key: str) -> bool:
 
 
 def known_runs(runs: Iterable[str]) -> str:
-    """For a message: the runs there are, or that there are none."""
+    """Describes the existing runs for a message."""
     names = list(runs)
     return f"there are: {', '.join(names[:20])}{', …' if len(names) > 20 else ''}" if names else "there are no runs yet"

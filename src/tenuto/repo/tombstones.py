@@ -1,7 +1,7 @@
 """Tombstones: the announcement that a checkpoint is about to be removed.
 
-Who removes puts one, and only then looks whether somebody needs the checkpoint. Who comes to need it puts its own
-object, and only then looks for a tombstone. Whichever comes second sees the other, and gives way.
+A remover puts one, and only then checks whether the checkpoint is needed. A process that comes to need it puts its own
+object, and only then checks for a tombstone. Whichever comes second finds the other's object, and withdraws.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tombstone:
 
 
 def put_tombstone(repo: Repo, id: CheckpointId, *, reason: str, attempt: int = 0) -> Tombstone:
-    """Announces the removal of `id`. The caller looks for who needs it afterwards, not before."""
+    """Announces the removal of `id`. The caller checks afterwards, not before, who needs it."""
     token = secrets.token_hex(16)
     name = f"{object_names.tombstone_directory(id)}/{token}.json"
     stone = Tombstone(name, id, this_process(), reason, attempt)
@@ -50,7 +50,7 @@ def put_tombstone(repo: Repo, id: CheckpointId, *, reason: str, attempt: int = 0
     return stone
 
 
-def stands(repo: Repo, stone: Tombstone) -> bool:
+def still_exists(repo: Repo, stone: Tombstone) -> bool:
     """Returns whether the tombstone is still there; a remover asks right before it deletes anything."""
     try:
         repo.store.stat(stone.name)
@@ -60,20 +60,20 @@ def stands(repo: Repo, stone: Tombstone) -> bool:
 
 
 def is_tombstoned(repo: Repo, id: CheckpointId) -> bool:
-    """Whether somebody is about to remove `id`. A tombstone that cannot be read counts."""
+    """Returns whether a removal of `id` is announced. An unreadable tombstone counts."""
     return bool(repo.store.children(object_names.tombstone_directory(id)).objects)
 
 
-def take_back(repo: Repo, stone: Tombstone) -> None:
-    repo.store.delete([stone.name])
+def take_back(repo: Repo, *stones: Tombstone) -> None:
+    repo.store.delete([stone.name for stone in stones])
 
 
 def dead_tombstones(repo: Repo, run: str, *, now_name: str, dead_below: int) -> list[Tombstone]:
-    """The tombstones in `run` whose removers are dead.
+    """Returns the tombstones in `run` whose removers are dead.
 
-    Dead is: no such process any more, where this host can tell; the retention of an attempt below `dead_below` (all of
-    which the caller has found dead); else a tombstone that was put STALE_S before the object `now_name`, which the
-    caller put just now, by the store's clock.
+    A remover is dead if this host knows that its process has ended; if it is the retention of an attempt below
+    `dead_below` (all of which the caller has found dead); or if its tombstone was put STALE_S before the object
+    `now_name`, which the caller put just now, by the store's clock.
     """
     found = []
     now_ns = repo.store.stat(now_name).modified_ns
@@ -97,8 +97,7 @@ def _is_stale(repo: Repo, stone: Tombstone, now_ns: int) -> bool:
 
 
 def _read(repo: Repo, name: str) -> Tombstone | None:
-    """The tombstone, or None if it vanished, is a copy, or is damaged: then nobody can say whose it is, and it
-    stays."""
+    """Returns the tombstone; None if it vanished, is a copy, or is damaged: then its owner is unknown and it stays."""
     id = _id_of(name)
     if id is None:
         return None

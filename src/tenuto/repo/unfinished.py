@@ -22,9 +22,10 @@ Report = Callable[[str], None]
 
 
 def abort(repo: Repo, id: CheckpointId, save_id: str, *, by: str = "the save failed") -> bool:
-    """Takes the manifest's name for an aborted mark, so that this save can never commit. False if it has committed.
+    """Takes the manifest's name for an aborted mark, so that this save can never commit. Returns False if it has
+    committed.
 
-    True also where a mark is there already. CorruptionError if what lies there cannot be read.
+    Returns True also if there is a mark already. Raises CorruptionError if the object there cannot be read.
     """
     mark = Aborted(id, save_id, by[:200])
     try:
@@ -35,7 +36,8 @@ def abort(repo: Repo, id: CheckpointId, save_id: str, *, by: str = "the save fai
 
 
 def _is_aborted(repo: Repo, id: CheckpointId) -> bool:
-    """CorruptionError if what lies there cannot be read: then nothing is to be freed, and nothing else held up."""
+    """Returns whether the save is aborted. Raises CorruptionError if that cannot be read: then nothing may be freed,
+    but nothing else has to wait."""
     try:
         return isinstance(repo.mark(id), Aborted)
     except StoreError as error:
@@ -45,10 +47,10 @@ def _is_aborted(repo: Repo, id: CheckpointId) -> bool:
 
 
 def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin: bool = False) -> bool:
-    """Deletes the objects of an aborted save; False, touching nothing, if there is no aborted mark.
+    """Deletes the objects of an aborted save. Returns False, changing nothing, without an aborted mark.
 
-    `names`: file names that the caller knows it wrote, where `begin.json` may be gone. `keep_begin`: the save's process
-    may still live and put more, so that somebody has to come back.
+    `names`: file names that the caller wrote, in case `begin.json` is gone. `keep_begin`: the save's process may still
+    be alive and put more, so that this has to be repeated.
     """
     if not _is_aborted(repo, id):
         return False
@@ -79,15 +81,16 @@ def notes_and_leftovers(repo: Repo, id: CheckpointId, own: Iterable[str]) -> tup
 
 
 def close_unfinished(repo: Repo, run: str, attempt: int, *, by: str, owner_dead: bool, report: Report) -> None:
-    """Closes and frees every unfinished save of an earlier attempt. What is damaged is reported and left as it is."""
+    """Closes and frees every unfinished save of an earlier attempt. Reports damaged ones and leaves them as they
+    are."""
     for step in repo.steps(run, attempt):
         close_save(repo, CheckpointId(run, attempt, step), by=by, owner_dead=owner_dead, report=report)
 
 
 def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, report: Report) -> None:
-    """Closes and frees one save of an earlier attempt, unless it is a checkpoint, or one in the trash, or was freed.
+    """Closes and frees one save of an earlier attempt, unless it is a checkpoint, in the trash, or freed already.
 
-    A checkpoint whose removal was cut short after its manifest was gone looks the same, and is freed the same way.
+    A checkpoint whose removal broke off after its manifest was gone looks the same, and is freed the same way.
     """
     here = repo.store.children(id.directory).objects
     if object_names.BEGIN not in here:

@@ -11,7 +11,7 @@ from tenuto.engine.memory_tier.eligibility import EligibleImage, judge_line
 from tenuto.engine.memory_tier.seal import SealHolder
 from tenuto.errors import CheckpointNotFound, CorruptionError, RemovalRefused, RepositoryError
 from tenuto.maintenance import gc, remove, undelete
-from tenuto.maintenance.census import look_at
+from tenuto.maintenance.census import census_of
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo import tombstones
 from tenuto.repo.lineage import latest
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_can_be_removed(world):
     old, _ = world.save(attempt, 1), world.save(attempt, 2)
     world.flip(old.manifest, 40)
     rm(world, old)
-    assert look_at(world.repo, old).state == "removed"
+    assert census_of(world.repo, old).state == "removed"
     with pytest.raises(CheckpointNotFound, match="damaged"):
         bring_back(world, old)
 
@@ -244,7 +244,7 @@ def test_undelete_checks_again_and_withdraws(world):
         with pytest.raises(CorruptionError):
             bring_back(world, old)
     assert not world.repo.exists(old)
-    assert look_at(world.repo, old).state == "removed"
+    assert census_of(world.repo, old).state == "removed"
 
 
 def test_undelete_of_what_is_not_removed(world):
@@ -348,7 +348,7 @@ def test_undelete_gives_way_to_a_removal_that_is_at_work(world):
     tombstones.put_tombstone(world.repo, old, reason="rm")
     with pytest.raises(RepositoryError, match="being removed by another process"):
         bring_back(world, old)
-    assert look_at(world.repo, old).state == "removed"
+    assert census_of(world.repo, old).state == "removed"
 
 
 def test_undelete_takes_back_the_mark_of_gc(world):

@@ -54,13 +54,13 @@ def test_a_note_that_comes_while_its_checkpoint_goes_goes_with_it(world, monkeyp
     attempt = world.claim()
     for step in (1, 2):
         world.save(attempt, step)
-    stands = retention.stands
+    still_exists = retention.still_exists
 
     def noted_meanwhile(repo, stone):
         add_note(repo, stone.id, "metric", {"loss": 1.0})
-        return stands(repo, stone)
+        return still_exists(repo, stone)
 
-    monkeypatch.setattr(retention, "stands", noted_meanwhile)
+    monkeypatch.setattr(retention, "still_exists", noted_meanwhile)
     assert [id.step for id in retain(world, attempt, keep.latest(1))] == [1]
     assert not [name for name in world.names("runs") if "step-00000001" in name]
     assert_whole(world.repo)

@@ -13,7 +13,7 @@ from support.saves_of_ranks import save_jointly, whole
 from tenuto.codec.digest import digest
 from tenuto.errors import CorruptionError, SaveFailed
 from tenuto.maintenance import gc, undelete
-from tenuto.maintenance.census import look_at, take_census
+from tenuto.maintenance.census import census_of, take_census
 from tenuto.maintenance.gc import listed
 from tenuto.maintenance.remove import execute as execute_removal
 from tenuto.maintenance.remove import plan_remove
@@ -244,7 +244,7 @@ def test_what_lists_its_objects_lists_its_table_of_parts_also_without_begin_json
     first, _ = save_jointly(repo, 2)
     every = set(objects_of(store, first)) - {object_names.BEGIN, object_names.MANIFEST}
     store.delete([object_names.begin_name(first)])
-    save = look_at(repo, first)
+    save = census_of(repo, first)
     assert set(listed(repo, save)) == every
     assert {entry.name.rpartition("/")[2] for entry in save.own()} >= {BOXES}
     assert BOXES not in {entry.name.rpartition("/")[2] for entry in take_census(repo).saves[first].strangers()}

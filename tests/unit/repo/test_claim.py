@@ -80,7 +80,7 @@ def ended_process() -> Owner:
         os._exit(0)
     from tenuto.repo import process
 
-    found = process._look(pid)
+    found = process._inspect(pid)
     os.close(write)
     os.waitpid(pid, 0)
     os.close(read)
@@ -112,7 +112,7 @@ def test_a_zombie_is_dead() -> None:
         signal.pause()
     from tenuto.repo import process
 
-    found = process._look(pid)
+    found = process._inspect(pid)
     assert found is not None
     owner = replace(this_process(), pid=pid, started=found.started)
     assert judge(owner) == "alive"
@@ -133,7 +133,7 @@ def test_a_process_that_proc_hides_is_not_taken_for_dead(monkeypatch: pytest.Mon
     from tenuto.repo import process
 
     me = this_process()
-    monkeypatch.setattr(process, "_look", lambda pid: None)
+    monkeypatch.setattr(process, "_inspect", lambda pid: None)
     assert judge(me) == "unknown"
     assert judge(replace(me, pid=2**31 - 1)) == "dead"
     assert judge(replace(me, pid=2**60)) == "dead"
@@ -196,7 +196,7 @@ def test_a_live_process_is_waited_for_and_then_named(make: Any, time: Time, take
 def _started(pid: int) -> str:
     from tenuto.repo import process
 
-    found = process._look(pid)
+    found = process._inspect(pid)
     assert found is not None
     return found.started
 

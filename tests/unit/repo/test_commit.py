@@ -27,7 +27,7 @@ from tenuto.repo.notes import add_note, notes
 from tenuto.repo.ownership.claim import Attempt, claim
 from tenuto.repo.refs import clear_ref, list_refs, put_ref, read_ref
 from tenuto.repo.repository import Repo
-from tenuto.repo.tombstones import put_tombstone, stands, take_back
+from tenuto.repo.tombstones import put_tombstone, still_exists, take_back
 from tenuto.repo.unfinished import abort, free
 from tenuto.store.contract import Bytes
 
@@ -274,9 +274,9 @@ def test_i6_a_ref_does_not_rely_on_what_is_going(repo: Repo, make: Any) -> None:
         with pytest.raises(CheckpointNotFound):
             put_ref(repo, "tag", "best", id)
         assert read_ref(repo, "tag", "best") == kept
-    assert stands(repo, stone)
+    assert still_exists(repo, stone)
     take_back(repo, stone)
-    assert not stands(repo, stone)
+    assert not still_exists(repo, stone)
     assert put_ref(repo, "tag", "best", going).id == going
 
 

@@ -136,7 +136,7 @@ def test_a_process_of_this_host_is_judged_by_itself(repo: Repo, make: Any) -> No
     assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("dead", 1, ended, "its process has ended")
     from tenuto.repo import process
 
-    parent = process._look(os.getppid())
+    parent = process._inspect(os.getppid())
     assert parent is not None
     running = make.attempt(2, owner=replace(this_process(), pid=os.getppid(), started=parent.started))
     assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("alive", 2, running, "its process is running")

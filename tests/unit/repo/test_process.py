@@ -44,8 +44,8 @@ def test_a_program_may_have_any_name(
 ) -> None:
     (tmp_path / "77").write_bytes(stat_line(name, state).encode("utf-8", "surrogateescape"))
     monkeypatch.setattr(process, "_STAT", f"{tmp_path}/{{pid}}")
-    assert process._look(77) == process._Process(started="123456", zombie=zombie)
-    assert process._look(78) is None
+    assert process._inspect(77) == process._Process(started="123456", zombie=zombie)
+    assert process._inspect(78) is None
 
 
 @linux
@@ -57,13 +57,13 @@ def test_a_process_that_ends_or_hides_while_it_is_looked_at_is_not_seen(
         raise error
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    assert process._look(os.getpid()) is None
+    assert process._inspect(os.getpid()) is None
 
 
 @pytest.mark.parametrize("pid", [0, -1, -os.getpid()], ids=["zero", "minus one", "minus our own"])
 def test_no_process_has_a_number_below_one(pid: int) -> None:
     """Signals to such numbers go to whole groups, so they must not even be asked."""
-    assert process._look(pid) is None
+    assert process._inspect(pid) is None
     assert not process._answers(pid)
     assert judge(replace(this_process(), pid=pid)) == "dead"
 
@@ -98,7 +98,7 @@ def test_where_the_system_does_not_say_who_somebody_is_nobody_is_judged(monkeypa
         patch.setattr(os, "readlink", refuse)
         assert process._pid_namespace() == ""
         assert judge(this_process()) == "unknown"
-    monkeypatch.setattr(process, "_look", lambda pid: None)
+    monkeypatch.setattr(process, "_inspect", lambda pid: None)
     assert this_process().started == ""
     assert judge(replace(me, pid_namespace="")) == "unknown"
 
@@ -150,4 +150,4 @@ def test_what_psutil_will_not_say(
 
     monkeypatch.setattr(process, "_LINUX", False)
     monkeypatch.setattr(psutil, "Process", refuse)
-    assert process._look(5) == found
+    assert process._inspect(5) == found

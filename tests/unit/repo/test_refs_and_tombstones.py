@@ -175,10 +175,10 @@ def test_a_tombstone_says_who_and_why(repo: Repo, make: Any, id: CheckpointId) -
     assert found.text("created").endswith("Z")
     assert tombstones._read(repo, stone.name) == stone
     second = put_tombstone(repo, id, reason="gc")
-    assert (second.attempt, tombstones.stands(repo, second)) == (0, True)
+    assert (second.attempt, tombstones.still_exists(repo, second)) == (0, True)
     take_back(repo, stone)
     assert tombstones._read(repo, stone.name) is None
-    assert (tombstones.stands(repo, stone), tombstones.stands(repo, second)) == (False, True)
+    assert (tombstones.still_exists(repo, stone), tombstones.still_exists(repo, second)) == (False, True)
     assert is_tombstoned(repo, id)
 
 
@@ -193,7 +193,7 @@ def test_a_remover_elsewhere_is_dead_when_its_attempt_is(repo: Repo, make: Any, 
     assert dead(2) == {1}
     assert dead(4) == {1, 2, 3}
     assert dead_tombstones(repo, "other", now_name=now, dead_below=9) == []
-    assert all(tombstones.stands(repo, stone) for stone in stones.values()), "nothing is taken back by looking"
+    assert all(tombstones.still_exists(repo, stone) for stone in stones.values()), "nothing is taken back by looking"
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ Trouble = Callable[[TenutoError], None]
 
 
 def read_last(repo: Repo, run: str, attempt: int) -> tuple[int, LeaseRecord | None]:
-    """Returns the counter (0 if there is no lease), and the newest beat that can be read."""
+    """Returns the counter (0 without a lease) and the newest readable lease object."""
     directory = object_names.lease_directory(run, attempt)
     numbers = sorted(
         n for f in repo.store.children(directory).objects if (n := object_names.parse_numbered(f)) is not None

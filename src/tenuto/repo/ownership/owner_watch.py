@@ -20,10 +20,10 @@ SLOW_S: Final = 2 * BEAT_S
 """A store that takes longer to answer one inspection may have delayed its owner's beats as well: that time says
 nothing about the owner."""
 
-_held: Final[set[tuple[int, str, str, int]]] = set()
+_owned: Final[set[tuple[int, str, str, int]]] = set()
 """(pid, repository id, run, attempt) of what this process has claimed and not released; a forked child's pid
 differs."""
-_held_lock: Final = threading.Lock()
+_owned_lock: Final = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +101,19 @@ class OwnerWatch:
 
 
 def take_ownership(repo: Repo, run: str, number: int) -> None:
-    with _held_lock:
-        _held.add((os.getpid(), repo.id, run, number))
+    with _owned_lock:
+        _owned.add((os.getpid(), repo.id, run, number))
 
 
 def release_ownership(repo: Repo, run: str, number: int) -> None:
-    with _held_lock:
-        _held.discard((os.getpid(), repo.id, run, number))
+    with _owned_lock:
+        _owned.discard((os.getpid(), repo.id, run, number))
 
 
 def owned_here(repo: Repo, run: str, number: int) -> bool:
     """Returns whether this process has claimed the attempt and not released it."""
-    with _held_lock:
-        return (os.getpid(), repo.id, run, number) in _held
+    with _owned_lock:
+        return (os.getpid(), repo.id, run, number) in _owned
 
 
 # --------------------------------------------------------------------------------------------------
