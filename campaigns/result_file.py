@@ -71,7 +71,7 @@ def options(
     return parser
 
 
-class Sitting:
+class ResultHeader:
     """One run of a campaign, from now on."""
 
     def __init__(

@@ -21,7 +21,7 @@ counted: Counter[str] = Counter()
 """How often each rule has been at work, and how often a crash struck where: for the campaign's account."""
 
 
-class Keeping(RuleBasedStateMachine):
+class OperatorRules(RuleBasedStateMachine):
     """One history; a subclass says who trains, and owns which run."""
 
     runs: tuple[str, ...] = ("main",)
@@ -134,7 +134,7 @@ class Keeping(RuleBasedStateMachine):
     # -- what must hold --------------------------------------------------------------------------------------------
 
     @invariant()
-    def everything_is_as_the_model_says(self) -> None:
+    def everything_matches_the_model(self) -> None:
         counted["steps"] += 1
         self.world.operator()
         check_world(self.world, self.model, self.runs)

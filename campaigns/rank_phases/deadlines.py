@@ -75,7 +75,7 @@ class Times:
                     bound = f"{promised_s:.1f} s, and {self.slack_s:.1f} s for a machine that is as busy as this one"
                     yield f"rank {rank} {what} {seconds:.1f} s after the strike: {bound}"
 
-    def told(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Any]:
         return {
             "raised_s": {str(rank): round(seconds, 2) for rank, seconds in sorted(self.raised_s.items())},
             "left_s": {str(rank): round(seconds, 2) for rank, seconds in sorted(self.left_s.items())},

@@ -25,7 +25,7 @@ Check = Callable[[SimulatedDisk, Expected], list[str]]
 Restarted = Callable[[DiskImage, tuple[Mark, ...], int, str, Seeded], Recording]
 
 
-def go_on(
+def check_restart(
     recording: Recording, state: CrashState, check: Check, seed: int, seeded: Seeded, *, crashed: Restarted = crashed
 ) -> list[str]:
     """What is wrong after a restarted job, as `crashed` records it, has done its work on this disk."""
