@@ -1,4 +1,4 @@
-"""Whether work goes on after a crash: a restarted job opens the place, claims, closes what was left, and saves."""
+"""Checks that a job can restart after a crash: it opens the place, claims the run, closes what was left, and saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader must not do while it reads: take much memory or time, touch files, start programs, unpickle."""
+"""Catches what a reader must not do: take much memory or time, touch files, start programs, unpickle."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What each phase costs the coordinator, and each other rank: bytes, and seconds of the processor, so that a busy
-machine is told as a quiet one."""
+"""Measures what each phase costs the coordinator and each other rank: bytes, and processor seconds.
+
+Processor seconds are the same on a busy machine as on a quiet one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A repository in several places, as ranks of these recordings have it, and what of it an operator finds."""
+"""Sets up a repository in several places for ranks, and checks what an operator finds of it after a crash."""
 
 from __future__ import annotations
 

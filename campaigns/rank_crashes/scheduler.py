@@ -1,7 +1,7 @@
-"""One rank acts at a time, and which one comes next is drawn from a seed: an interleaving that is the same each time.
+"""Lets one rank act at a time, the next one drawn from a seed, so that an interleaving can be repeated.
 
-Ranks are threads here. Each gives up its turn before every call to the disk and to the ranks' board, and when it
-sleeps; who sleeps is woken by whatever comes to the board, or, once nobody can act, by a clock that then goes on.
+Ranks are threads here. Each yields before every call to the disk and to the ranks' key-value store, and when it sleeps.
+A sleeping rank wakes when a key is put or, once no rank can act, when the clock advances.
 """
 
 from __future__ import annotations

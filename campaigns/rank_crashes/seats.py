@@ -1,5 +1,7 @@
-"""One rank's places at the disk and at the board that all ranks share: its turn comes before every call, and with its
-life its calls end."""
+"""One rank's access to the disk and to the key-value store that all ranks share.
+
+The scheduler decides before every call which rank acts; when the rank's life ends, so do its calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget of a campaign divided among its scenarios: each has its part of the states, and its part of the time."""
+"""Divides the budget of a campaign, states and time, among its scenarios."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""I11: an old job that was cut off and comes back, when another has claimed the run and committed. Nothing that it
-does then counts, and nothing of it completes a save of the other."""
+"""Checks I11 for an old job that was cut off and resumes after another has claimed the run and committed.
+
+Nothing that the old job does then counts, and nothing of it completes a save of the other.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a person does with checkpoints, whoever trains: removes, brings back, points at them, collects garbage, copies
-directories. After every step everything is verified."""
+"""Does to checkpoints what an operator does: removes, undeletes, tags, collects garbage, copies directories.
+
+Everything is verified after every step.
+"""
 
 from __future__ import annotations
 
