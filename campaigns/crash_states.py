@@ -20,10 +20,10 @@ from typing import TypeVar
 
 from campaigns.bit_rot import rot
 from campaigns.exploration import crash_states, violation
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.restart_check import after_crash, check_restart
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 from campaigns.scenarios import NOTHING, SCENARIOS, Recording, killed
 from campaigns.seeded_bugs import BUGS, Bug
-from campaigns.work_goes_on import after_crash, go_on
 from tenuto.errors import TenutoError
 from tenuto.testing.checker import Checker
 from tenuto.testing.simulated_disk import SimulatedDisk
@@ -92,7 +92,7 @@ def run_unit(unit: Unit, restart_one_in: int = RESTART_ONE_IN) -> Result:
             result.violations.append(str(violation(recording, state, problems, check)))
         elif state.fingerprint[0] * 256 + state.fingerprint[1] < 65536 // restart_one_in:
             result.restarts += 1
-            problems = go_on(recording, state, check, unit.seed, NOTHING)
+            problems = check_restart(recording, state, check, unit.seed, NOTHING)
             problems += rot(state.image, state.expected, random.Random(state.fingerprint))
             if problems:
                 result.violations.append(
@@ -155,7 +155,7 @@ def hunt(bug: Bug, seed: int = 1, *, each: int = 40, limit: int = 6000) -> BugRe
                     how = str(violation(recording, state, problems, check))
                     return BugResult(bug.name, bug.breaks, True, states, how)
                 if states % 10 == 0:
-                    problems = go_on(recording, state, check, seed, bug.seeded)
+                    problems = check_restart(recording, state, check, seed, bug.seeded)
                     problems += rot(state.image, state.expected, random.Random(states))
                 if problems:
                     how = f"{recording.name}, crash after call {state.prefix - 1}: {problems[0]}"
@@ -215,7 +215,7 @@ def run(
     *,
     workers: int,
     seconds: float = math.inf,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Campaign:
     """Judges at least `wanted` distinct disks, or as many as can be in so many `seconds`."""
     campaign, began = Campaign(wanted), time.monotonic()
@@ -232,7 +232,7 @@ def run(
             for future in done:
                 campaign.add(future.result())
             rate = len(campaign.distinct) / (time.monotonic() - began)
-            say(
+            log(
                 f"{len(campaign.distinct):,} of {wanted:,} states, {campaign.recordings} recordings, "
                 f"{rate:,.0f} states/s, {len(campaign.violations)} rules broken"
             )
@@ -240,14 +240,19 @@ def run(
 
 
 def run_bugs(
-    names: Sequence[str], hunt: Callable[[str, int], BugResult], seed: int, *, workers: int, say: Callable[[str], None]
+    names: Sequence[str],
+    hunt: Callable[[str, int], BugResult],
+    seed: int,
+    *,
+    workers: int,
+    log: Callable[[str], None],
 ) -> list[BugResult]:
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         futures = [pool.submit(hunt, name, seed) for name in names]
         results = []
         for number, future in enumerate(futures, 1):
             results.append(future.result())
-            say(f"bugs: {number} of {len(names)} seeded, {sum(found.caught for found in results)} caught")
+            log(f"bugs: {number} of {len(names)} seeded, {sum(found.caught for found in results)} caught")
     return results
 
 
@@ -256,12 +261,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--states", type=int, default=100_000, help="distinct disks to judge")
     parser.add_argument("--each", type=int, default=400, help="states for one prefix of one scenario, at most")
     chosen = parser.parse_args(arguments)
-    sitting, say = Sitting(MODULE, arguments, seed=chosen.seed), Progress()
+    result_header, log = ResultHeader(MODULE, arguments, seed=chosen.seed), Progress()
     names = [] if chosen.no_bugs else [bug.name for bug in BUGS]
-    bugs = run_bugs(names, _hunt_by_name, chosen.seed, workers=chosen.workers, say=say)
-    campaign = run(chosen.states, units(chosen.seed, chosen.each), run_unit, workers=chosen.workers, say=say)
-    say.end()
-    report = sitting.result(summary(campaign, bugs))
+    bugs = run_bugs(names, _hunt_by_name, chosen.seed, workers=chosen.workers, log=log)
+    campaign = run(chosen.states, units(chosen.seed, chosen.each), run_unit, workers=chosen.workers, log=log)
+    log.end()
+    report = result_header.result(summary(campaign, bugs))
     deliver(report, chosen.json, text(report))
     missed = sum(not found.caught for found in bugs)
     return 1 if campaign.violations or missed > 1 else 0

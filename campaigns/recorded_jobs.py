@@ -75,7 +75,7 @@ def _bytes(value: Any) -> bytes:
 
 
 class Faster:
-    """A clock on which every look takes five seconds, so that nobody waits."""
+    """A clock that advances by five seconds at every reading, so that nothing waits."""
 
     def __init__(self) -> None:
         self._now = 0.0

@@ -1,7 +1,7 @@
-"""What campaigns and benchmarks share: options, the head of a result, and lines that say how far it is.
+"""Shared by campaigns and benchmarks: options, the header of a result, and progress lines.
 
-A result counts only with what it was obtained by: the command, the seed, the time it took, the code, the versions and
-the machine. `Sitting` notes these as a campaign begins, so that no campaign can leave one out.
+A result counts only with its origin: the command, the seed, the time it took, the code, the versions and the machine.
+`ResultHeader` records these when a campaign begins, so that no campaign can leave one out.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def options(
     return parser
 
 
-class Sitting:
+class ResultHeader:
     """One run of a campaign, from now on."""
 
     def __init__(

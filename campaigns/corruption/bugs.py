@@ -137,7 +137,7 @@ def _chunks_not_verified() -> AbstractContextManager[Any]:
     return mock.patch.object(inspect, "differing", lambda *rest: np.empty(0, np.int64))
 
 
-def _half_the_chunks() -> AbstractContextManager[Any]:
+def _every_other_chunk() -> AbstractContextManager[Any]:
     whole = inspect.Scan._piece
 
     def piece(self: Any, one: Any) -> Any:
@@ -194,7 +194,7 @@ def _damaged_is_absent() -> AbstractContextManager[Any]:
     return mock.patch.object(repository.Repo, "exists", lenient)
 
 
-def _index_remembered() -> AbstractContextManager[Any]:
+def _index_cached() -> AbstractContextManager[Any]:
     """An index once read is not read again: what lies there now goes unseen."""
     seen: dict[tuple[CheckpointId, str], bytes] = {}
     whole = repository.Repo.index_bytes
@@ -268,12 +268,12 @@ BUGS: Final = (
     Bug("a copy is accepted", "another object counts under this name", _copy_accepted, STEPS, ("begin", "lease")),
     Bug("a pack's length is trusted", "bytes behind a pack's end pass", _length_trusted),
     Bug("a leaf's last chunk is skipped", "rot at leaves' ends is not reported", _last_chunk_skipped),
-    Bug("every other chunk is verified", "half of the rot is not reported", _half_the_chunks, CHUNKS),
+    Bug("every other chunk is verified", "half of the rot is not reported", _every_other_chunk, CHUNKS),
     Bug("zeroes pass for a hole", "lost sectors are restored (I5)", _zeroes_are_holes, CHUNKS, ("pack",)),
     Bug("falls back silently", "older state is restored and nothing says so", _silent_fallback, CHUNKS),
     Bug("errors name no object", "nobody can tell what is damaged", _nameless_errors),
     Bug("a damaged manifest is none", "older state comes back silently", _damaged_is_absent, CHUNKS, ("manifest",)),
-    Bug("an index is remembered", "what rots later goes unseen", _index_remembered),
+    Bug("an index is remembered", "what rots later goes unseen", _index_cached),
     Bug("notes are not looked at", "a damaged note passes", _every_note_is_fine, STEPS, ("note",)),
     Bug("tombstones are not looked at", "what rots there passes", _every_small_object_is_fine, STEPS, ("tombstone",)),
     Bug("leases are not looked at", "a damaged lease passes", _every_lease_is_fine, STEPS, ("lease",)),

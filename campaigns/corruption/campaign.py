@@ -22,14 +22,14 @@ from typing import Any
 from campaigns.corruption.bugs import BUGS, BugResult, by_name, hunt
 from campaigns.corruption.judge import NOTHING_TELLS
 from campaigns.corruption.units import FAULTS, Tally, Unit, run_unit, units
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 
 MODULE = "campaigns.corruption"
 PACKAGES = ("numpy", "xxhash", "torch", "safetensors")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def run(faults: int, seed: int, *, workers: int, say: Say, each: int = FAULTS) -> Tally:
+def run(faults: int, seed: int, *, workers: int, log: Log, each: int = FAULTS) -> Tally:
     """Judges at least `faults` faults that verify has to report."""
     total, began = Tally(), time.monotonic()
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_settle) as pool:
@@ -42,19 +42,19 @@ def run(faults: int, seed: int, *, workers: int, say: Say, each: int = FAULTS) -
                     break
                 total.add(tally)
                 rate = total.faults / (time.monotonic() - began)
-                say(
+                log(
                     f"{total.faults:,} of {faults:,} faults, {rate:,.0f}/s, {len(total.violations)} violations, "
                     f"{len(total.alarms)} false alarms"
                 )
     return total
 
 
-def run_bugs(seed: int, *, workers: int, say: Say) -> list[BugResult]:
+def run_bugs(seed: int, *, workers: int, log: Log) -> list[BugResult]:
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_settle) as pool:
         results = []
         for result in pool.map(_hunt_by_name, [bug.name for bug in BUGS], [seed] * len(BUGS)):
             results.append(result)
-            say(f"bugs: {len(results)} of {len(BUGS)} seeded, {sum(found.caught for found in results)} caught")
+            log(f"bugs: {len(results)} of {len(BUGS)} seeded, {sum(found.caught for found in results)} caught")
     return results
 
 
@@ -152,12 +152,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=FAULTS, help="faults of one unit")
     parser.add_argument("--peer-flips", type=int, default=300, help="flipped bits for each of the other formats")
     chosen = parser.parse_args(arguments)
-    sitting, say = Sitting(MODULE, arguments, seed=chosen.seed, packages=PACKAGES), Progress()
-    bugs = [] if chosen.no_bugs else run_bugs(chosen.seed, workers=chosen.workers, say=say)
+    result_header, log = ResultHeader(MODULE, arguments, seed=chosen.seed, packages=PACKAGES), Progress()
+    bugs = [] if chosen.no_bugs else run_bugs(chosen.seed, workers=chosen.workers, log=log)
     peers = run_peers(chosen.peer_flips, chosen.seed) if chosen.peer_flips else {}
-    tally = run(chosen.faults, chosen.seed, workers=chosen.workers, say=say, each=chosen.each)
-    say.end()
-    report = sitting.result(summary(tally, bugs, peers))
+    tally = run(chosen.faults, chosen.seed, workers=chosen.workers, log=log, each=chosen.each)
+    log.end()
+    report = result_header.result(summary(tally, bugs, peers))
     deliver(report, chosen.json, text(report))
     failed = tally.violations or tally.alarms or any(not found.caught for found in bugs)
     return 1 if failed or report["detected"] != report["faults"] else 0

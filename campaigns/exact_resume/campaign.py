@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from campaigns.exact_resume.cases import CASES, CONTROLS, Case, End
 from campaigns.exact_resume.training import piece
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 from tenuto.demo.comparison import compare, read
 from tenuto.demo.processes import start
 from tenuto.demo.runner import load_framework
@@ -99,7 +99,7 @@ def outcome(name: str, place: Path, process: Process | None = None) -> Outcome:
     return Outcome(name, found.difference or "equal", tuple(parents), found.leaves, found.bytes, told)
 
 
-def campaign(names: Sequence[str], process: Process | None, *, say: Callable[[str], None]) -> list[Outcome]:
+def campaign(names: Sequence[str], process: Process | None, *, log: Callable[[str], None]) -> list[Outcome]:
     """The outcomes in the order of the names, one after the other: nothing else may run in what is forked from."""
     # In memory where that is possible: nothing here is about a disk, and every save is flushed.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -107,7 +107,7 @@ def campaign(names: Sequence[str], process: Process | None, *, say: Callable[[st
     with tempfile.TemporaryDirectory(prefix="tenuto-exact-", dir=memory) as top:
         for number, name in enumerate(names):
             found.append(outcome(name, Path(top) / str(number), process))
-            say(f"{len(found)} of {len(names)}: {name}: {found[-1].result}")
+            log(f"{len(found)} of {len(names)}: {name}: {found[-1].result}")
     return found
 
 
@@ -121,17 +121,17 @@ def summary(outcomes: Sequence[Outcome], *, fresh_all: bool = False) -> dict[str
         "processes": sum(len(_case(one.name).ends) + 2 for one in outcomes),
         "resumes": sum(len(_case(one.name).ends) for one in outcomes),
         "controls": len(controls),
-        "controls_told": sum(told_apart(one) for one in controls),
-        "outcomes": [_told(one, fresh_all or _case(one.name).fresh) for one in (*cases, *controls)],
+        "controls_told": sum(noticed(one) for one in controls),
+        "outcomes": [_json(one, fresh_all or _case(one.name).fresh) for one in (*cases, *controls)],
     }
 
 
-def told_apart(control: Outcome) -> bool:
+def noticed(control: Outcome) -> bool:
     """Whether the comparison saw the difference: both runs came to their end, and a leaf or a value differs."""
     return control.leaves > 0 and control.result != "equal"
 
 
-def _told(one: Outcome, own_interpreters: bool) -> dict[str, Any]:
+def _json(one: Outcome, own_interpreters: bool) -> dict[str, Any]:
     case = _case(one.name)
     return {
         "name": one.name,
@@ -152,13 +152,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="*", choices=[*CASES, *CONTROLS], metavar="NAME", help="these alone")
     parser.add_argument("--fresh", action="store_true", help="every process is an interpreter of its own")
     given = parser.parse_args(arguments)
-    sitting, say = Sitting(MODULE, arguments, seed=None, packages=PACKAGES), Progress()
+    result_header, log = ResultHeader(MODULE, arguments, seed=None, packages=PACKAGES), Progress()
     load_framework()
     importlib.import_module("torchdata.stateful_dataloader")
     names = given.cases or [*CASES, *CONTROLS]
-    outcomes = campaign(names, fresh if given.fresh else None, say=say)
-    say.end()
-    report = sitting.result(summary(outcomes, fresh_all=given.fresh))
+    outcomes = campaign(names, fresh if given.fresh else None, log=log)
+    log.end()
+    report = result_header.result(summary(outcomes, fresh_all=given.fresh))
     deliver(report, given.json)
     return 0 if report["equal"] == report["cases"] and report["controls_told"] == report["controls"] else 1
 

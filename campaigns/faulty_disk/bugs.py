@@ -77,7 +77,7 @@ def _wait_for_ever(self: RunSaver, timeout: float | None) -> None:
     self.saver.join(None)
 
 
-def _told_at_once(self: RunSaver, error: TenutoError) -> None:
+def _reported_at_once(self: RunSaver, error: TenutoError) -> None:
     """As if `on_error` were always "raise"."""
     self.exit_status.fail(error.message)
     with self.lock:
@@ -194,7 +194,7 @@ BUGS: tuple[Bug, ...] = (
         ("EIO",),
         ("create", "pwrite"),
         SAVING,
-        patch=_replace(RunSaver, "_fail", _told_at_once),
+        patch=_replace(RunSaver, "_fail", _reported_at_once),
     ),
     Bug(
         "errors of the operating system pass as they are",

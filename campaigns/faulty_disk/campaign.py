@@ -24,7 +24,7 @@ from campaigns.faulty_disk.bugs import BUGS, Bug
 from campaigns.faulty_disk.case import PLACES, Case, Outcome, run_case, sites, surroundings
 from campaigns.faulty_disk.faults import CHANGING, FLUSHES, WAYS, Site
 from campaigns.faulty_disk.full import fill_all
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 
 MODULE = "campaigns.faulty_disk"
 BATCH = 20
@@ -124,7 +124,7 @@ def campaign(
     *,
     workers: int,
     seconds: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     skip: int = 0,
     bugs: Sequence[Bug] = BUGS,
 ) -> tuple[list[Outcome], list[Hunted]]:
@@ -140,7 +140,7 @@ def campaign(
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         for found in pool.map(_hunt_by_name, [bug.name for bug in bugs], [seed] * len(bugs)):
             hunted.append(found)
-            say(f"bugs: {len(hunted)} of {len(bugs)} seeded, {sum(one.caught for one in hunted)} seen")
+            log(f"bugs: {len(hunted)} of {len(bugs)} seeded, {sum(one.caught for one in hunted)} seen")
         under_way: set[Future[list[Outcome]]] = set()
         while batches or under_way:
             while batches and len(under_way) < 2 * workers and time.monotonic() < until:
@@ -151,7 +151,7 @@ def campaign(
             for future in done:
                 outcomes += future.result()
             broken = sum(bool(outcome.violations) for outcome in outcomes)
-            say(f"{len(outcomes):,} of {len(cases):,} cases, {broken} with a rule broken")
+            log(f"{len(outcomes):,} of {len(cases):,} cases, {broken} with a rule broken")
     return outcomes, hunted
 
 
@@ -202,19 +202,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--skip", type=int, default=0, help="without so many of the first cases: they were run before")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no further case after so long")
     given = parser.parse_args(arguments)
-    sitting, say = Sitting(MODULE, arguments, seed=given.seed, packages=["numpy"]), Progress()
+    result_header, log = ResultHeader(MODULE, arguments, seed=given.seed, packages=["numpy"]), Progress()
     full = [asdict(found) for found in fill_all()]
     outcomes, hunted = campaign(
         given.seed,
         given.cases,
         workers=given.workers,
         seconds=given.seconds,
-        say=say,
+        log=log,
         skip=given.skip,
         bugs=() if given.no_bugs else BUGS,
     )
-    say.end()
-    report = sitting.result({"skipped": given.skip, **summary(outcomes, hunted), "full": full})
+    log.end()
+    report = result_header.result({"skipped": given.skip, **summary(outcomes, hunted), "full": full})
     deliver(report, given.json, text(report))
     missed = report["bugs_seeded"] - report["bugs_seen"]
     return 1 if report["violations"] or missed or any(found["violations"] for found in full) else 0

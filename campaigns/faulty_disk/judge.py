@@ -13,7 +13,7 @@ from typing import Any, Final
 from campaigns.faulty_disk.faults import FailingDisk
 from campaigns.faulty_disk.training import KEPT, ONCE, OWN_CALLS, State, Told, Training, equal
 from campaigns.recorded_jobs import RUN
-from campaigns.work_goes_on import left_of
+from campaigns.restart_check import left_of
 from tenuto.engine.read import choose
 from tenuto.engine.read.choose import restore_checkpoint
 from tenuto.errors import DeadlineExceeded, NotARepository, OwnershipError, TenutoError

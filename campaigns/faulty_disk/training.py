@@ -103,7 +103,7 @@ class Training:
             try:
                 self._train()
                 if self.with_upkeep:
-                    self._look_after()
+                    self._maintain()
             except _Over:
                 pass
             self.told.warned += [str(one.message) for one in caught]
@@ -162,7 +162,7 @@ class Training:
                 beat.start()
                 beat.join(self.patience_s)
 
-    def _look_after(self) -> None:
+    def _maintain(self) -> None:
         with self._phase("list", ends=True):
             repo = Repo.open(self.store)
         with self._phase("verify"):

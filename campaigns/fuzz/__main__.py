@@ -20,7 +20,7 @@ from typing import Final
 
 from campaigns.fuzz.seeds import make
 from campaigns.fuzz.targets import MAX_BYTES, TARGETS, Target
-from campaigns.result_file import Sitting, deliver, options
+from campaigns.result_file import ResultHeader, deliver, options
 from tenuto.errors import MissingExtra, install
 
 MODULE: Final = "campaigns.fuzz"
@@ -117,14 +117,14 @@ def main(arguments: list[str] | None = None) -> int:
     if importlib.util.find_spec("atheris") is None:
         raise MissingExtra("fuzzing needs atheris", subject="atheris", hint=install("fuzz"))
     each = given.seconds / len(given.targets)
-    sitting = Sitting(MODULE, arguments, seed=given.seed, packages=["numpy", "atheris"])
+    result_header = ResultHeader(MODULE, arguments, seed=given.seed, packages=["numpy", "atheris"])
     with ThreadPoolExecutor(given.workers) as pool:
         jobs = [pool.submit(fuzz, TARGETS[name], each, given.corpus, given.keep, given.seed) for name in given.targets]
         results = []
         for job in jobs:
             results.append(job.result())
             sys.stderr.write(f"{results[-1]}\n")
-    report = sitting.result(
+    report = result_header.result(
         {
             "seconds_each": each,
             "executions": sum(found.executions for found in results),

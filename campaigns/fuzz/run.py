@@ -11,8 +11,8 @@ import warnings
 
 import atheris
 
+from campaigns.fuzz.audit import watched
 from campaigns.fuzz.seeds import make
-from campaigns.fuzz.watching import watched
 
 with atheris.instrument_imports(include=["tenuto.repo", "tenuto.model", "tenuto.engine.staging", "tenuto.state"]):
     from campaigns.fuzz.targets import TARGETS

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from campaigns.kills import totals
 from campaigns.kills.rounds import Capture, Round, RoundPlan, RoundRunner, draw_everywhere, draw_round
-from campaigns.result_file import Sitting, deliver, options
+from campaigns.result_file import ResultHeader, deliver, options
 from tenuto.demo.processes import Life
 from tenuto.demo.runner import load_framework, own_shared_memory
 
@@ -152,10 +152,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     given = parser().parse_args()
-    sitting = Sitting(MODULE, None, seed=given.seed, packages=["torch", "numpy"])
+    result_header = ResultHeader(MODULE, None, seed=given.seed, packages=["torch", "numpy"])
     shape = Shape(given.per_round, given.steps, given.save_every, given.seed, given.memory)
     with tempfile.TemporaryDirectory(prefix="tenuto-campaign-") as place, own_shared_memory():
         result = campaign(kills=given.kills, shape=shape, place=given.keep or Path(place), workers=given.workers)
-    deliver(sitting.result(result), given.json)
+    deliver(result_header.result(result), given.json)
     unexplained = result["not_from_the_newest_sealed_state"]["otherwise"] if given.memory else []
     sys.exit(0 if result["equal"] and not unexplained else 12)

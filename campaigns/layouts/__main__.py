@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from campaigns.layouts.campaign import Tally, hunt, hunt_simulated, over_processes, simulate
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 
 MODULE: Final = "campaigns.layouts"
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=400, help="over processes")
     parser.add_argument("--simulated", type=int, default=200, help="over simulated ranks")
     given = parser.parse_args()
-    sitting, progress = Sitting(MODULE, None, seed=given.seed, packages=["numpy", "torch"]), Progress()
+    result_header, progress = ResultHeader(MODULE, None, seed=given.seed, packages=["numpy", "torch"]), Progress()
     real, bugs = Tally(), []
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tenuto-layouts-") as name, ProcessPoolExecutor(2, context) as pool:
@@ -49,7 +49,7 @@ def main() -> None:
         "bugs_caught": caught,
         "bugs": [asdict(one) for one in bugs],
     }
-    deliver(sitting.result(counts), given.json)
+    deliver(result_header.result(counts), given.json)
     sys.exit(0 if not real.faults and not threads.faults and caught == len(bugs) else 12)
 
 

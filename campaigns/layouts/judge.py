@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from campaigns.layouts.states import PLAIN, Pair, wholes
+from campaigns.layouts.states import PLAIN, Pair, full_tensors
 from campaigns.layouts.trainings import alone
 from campaigns.layouts.truth import differences, digest
 from tenuto.api.open import open as open_checkpoint
@@ -19,7 +19,7 @@ from tenuto.store.contract import Where
 
 def judge(pair: Pair, where: Where, step: int) -> list[str]:
     """What is wrong with the checkpoint as one process sees it."""
-    truth = wholes(pair)
+    truth = full_tensors(pair)
     return [*_opened(truth, where, step), *_loaded(pair, truth, where, step)]
 
 

@@ -156,10 +156,10 @@ def _as_array(held: Held) -> Held:
     return Held(held.value, array)
 
 
-def wholes(pair: Pair) -> dict[str, torch.Tensor]:
+def full_tensors(pair: Pair) -> dict[str, torch.Tensor]:
     """The content as whole tensors, by path."""
     if pair.trained is not None:
-        return trainings.wholes(pair.trained, pair.truth)
+        return trainings.full_tensors(pair.trained, pair.truth)
     return {f"t/{leaf.path}": of_leaf(pair.truth, leaf) for leaf in pair.leaves}
 
 
@@ -170,4 +170,4 @@ def wanted(pair: Pair, side: int, rank: int, held: Mapping[str, Any], before: Ma
     return {path: (before if path.startswith(OWN) else held)[path] for path in held}
 
 
-__all__ = ["Made", "Pair", "Shard", "make", "pairs", "wanted", "wholes"]
+__all__ = ["Made", "Pair", "Shard", "full_tensors", "make", "pairs", "wanted"]

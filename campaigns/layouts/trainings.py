@@ -182,7 +182,7 @@ def alone(trained: Trained, seed: object, *, fresh: bool) -> Training:
     return training
 
 
-def wholes(trained: Trained, seed: object) -> dict[str, torch.Tensor]:
+def full_tensors(trained: Trained, seed: object) -> dict[str, torch.Tensor]:
     """Every tensor of the training as a whole, by path."""
     kind = getattr(torch, trained.dtype)
     found = {f"model/{name}": value for name, value in _values(trained, seed, "").items()}

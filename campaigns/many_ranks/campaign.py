@@ -20,9 +20,9 @@ from typing import Any, Final
 import numpy as np
 
 from campaigns.many_ranks.job import ManyRanks
-from campaigns.many_ranks.restoring import restore, told
+from campaigns.many_ranks.restoring import restore, restore_costs
 from campaigns.many_ranks.states import ALIKE, Mesh
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 from tenuto.model.records import Manifest
 from tenuto.repo.format.shard_table import saved_boxes
 from tenuto.sharding.coverage import check_coverage
@@ -60,14 +60,14 @@ def measure(mesh: Mesh, *, look_at: int = 8) -> dict[str, Any]:
         across = max(mesh.columns // 2, 1)
         other = replace(mesh, ranks=half, columns=across, copies=1)
         some = sorted({*np.linspace(0, half - 1, look_at).astype(int).tolist()})
-        found = told(restore(job, id, other, some, 2))
+        found = restore_costs(restore(job, id, other, some, 2))
         assert not found["wrong"], found["wrong"]
         return {
             "ranks": mesh.ranks,
             "entries": mesh.entries,
             "boxes_written": mesh.written,
             "stored": _stored(job, manifest, mesh),
-            "phases": job.account.told(),
+            "phases": job.costs.json(),
             f"restore_onto_{half}_ranks": found,
         }
     finally:
@@ -120,14 +120,14 @@ def meshes(ranks: Sequence[int], leaves: Sequence[int]) -> tuple[Mesh, list[Mesh
     return mesh_of(twice, leaves[0], copies=2), over_ranks, [mesh_of(ranks[0], count) for count in leaves]
 
 
-def campaign(ranks: Sequence[int], leaves: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
+def campaign(ranks: Sequence[int], leaves: Sequence[int], log: Callable[[str], None]) -> dict[str, Any]:
     """All sizes, and what they say of growth."""
     known: dict[Mesh, dict[str, Any]] = {}
 
     def one(mesh: Mesh) -> dict[str, Any]:
         if mesh not in known:
             known[mesh] = measure(mesh)
-            say(f"{mesh.ranks:,} ranks, {mesh.entries:,} shard entries")
+            log(f"{mesh.ranks:,} ranks, {mesh.entries:,} shard entries")
         return known[mesh]
 
     twice, in_ranks, in_leaves = meshes(ranks, leaves)
@@ -146,10 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--leaves", type=int, nargs="+", default=list(LEAVES))
     chosen = parser.parse_args(arguments)
-    sitting, progress = Sitting(MODULE, arguments, seed=None, packages=["numpy"]), Progress()
+    result_header, progress = ResultHeader(MODULE, arguments, seed=None, packages=["numpy"]), Progress()
     found = campaign(chosen.ranks, chosen.leaves, progress)
     progress.end()
-    deliver(sitting.result(found), chosen.json)
+    deliver(result_header.result(found), chosen.json)
     return 0
 
 

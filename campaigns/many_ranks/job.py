@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-from campaigns.many_ranks.account import Account, CountedBoard, CountedStore
+from campaigns.many_ranks.costs import Costs, CountedKVStore, CountedStore
 from campaigns.many_ranks.states import Mesh
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.group.rounds import WaitPoints
@@ -72,12 +72,12 @@ class ManyRanks:
 
     def __init__(self, mesh: Mesh, name: str) -> None:
         self.mesh = mesh
-        self.kv_store = CountedBoard()
+        self.kv_store = CountedKVStore()
         self.store = CountedStore(name)
         self.store.place.objects.clear()
         self.repo = Repo.create_or_open(self.store)
         self.image = OneImage()
-        self.account = Account(self.kv_store)
+        self.costs = Costs(self.kv_store)
         self.attempt: Attempt = claim(self.repo, RUN, None)
         self.ranks = [Rank(self, rank) for rank in range(mesh.ranks)]
         self.manifests: list[Manifest] = []
@@ -91,22 +91,22 @@ class ManyRanks:
         saves = [Save(CheckpointId(RUN, self.attempt.number, step), "") for _ in self.ranks]
         for one in self.ranks:
             one.flattened = Flattener(self.mesh.state(one.rank, step)).flatten()
-        taken = self._together(
+        taken = self._in_step(
             [f"{prefix}: say what is held", f"{prefix}: plan", f"{prefix}: hear the plan"],
             [one.together.take_steps(_known(one.flattened), save) for one, save in zip(self.ranks, saves, strict=True)],
         )
         for one, written, save in zip(self.ranks, taken, saves, strict=True):
-            with self.account.turn(f"{prefix}: lay out", one.rank):
+            with self.costs.turn(f"{prefix}: lay out", one.rank):
                 one.job = self._job(one, written, save, step)
             one.flattened = None
-        self._together(
+        self._in_step(
             [f"{prefix}: say ready", f"{prefix}: begin", f"{prefix}: hear that it is begun"],
             [one.together.begin_steps(_of(one), self.attempt) for one in self.ranks],
         )
         for one in self.ranks:
-            with self.account.turn(f"{prefix}: capture, put pack and index", one.rank):
+            with self.costs.turn(f"{prefix}: capture, put pack and index", one.rank):
                 self._write(one)
-        self._together(
+        self._in_step(
             [f"{prefix}: say what is put", f"{prefix}: commit", f"{prefix}: hear of the commit"],
             [self._committing(one) for one in self.ranks],
         )
@@ -121,13 +121,13 @@ class ManyRanks:
         if manifest.indexes:
             self.manifests.append(manifest)
 
-    def _together(self, names: Sequence[str], steps: Sequence[WaitPoints[Result]]) -> list[Result]:
+    def _in_step(self, names: Sequence[str], steps: Sequence[WaitPoints[Result]]) -> list[Result]:
         """All ranks say what they have to say; the coordinator decides; all others hear it, and so on where there is
         another round. What comes of each rank's steps."""
         found: dict[int, Result] = {}
 
         def turn(name: str, rank: int) -> None:
-            with self.account.turn(name, rank):
+            with self.costs.turn(name, rank):
                 try:
                     next(steps[rank])
                 except StopIteration as end:

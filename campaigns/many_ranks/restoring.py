@@ -68,7 +68,7 @@ def _overlapping(saved: Mesh, wanted: Mesh, rank: int) -> int:
     return len(boxes)
 
 
-def told(found: Sequence[Restored]) -> dict[str, Any]:
+def restore_costs(found: Sequence[Restored]) -> dict[str, Any]:
     """Of some ranks: medians and largest."""
     kinds = sorted({kind for one in found for kind in one.read})
     return {

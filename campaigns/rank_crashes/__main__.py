@@ -13,7 +13,7 @@ from campaigns.rank_crashes.bugs import SOUGHT
 from campaigns.rank_crashes.campaign import hunt_by_name, run_unit, units
 from campaigns.rank_crashes.scenarios import SCENARIOS
 from campaigns.rank_crashes.shares import by_bug, split_by_agreement
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 
 MODULE: Final = "campaigns.rank_crashes"
 
@@ -25,16 +25,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all scenarios, without the seeded bugs")
     parser.add_argument("--scenarios", nargs="*", choices=SCENARIOS, metavar="NAME", help="these alone")
     chosen = parser.parse_args(arguments)
-    sitting, say = Sitting(MODULE, arguments, seed=chosen.seed, packages=["numpy"]), Progress()
+    result_header, log = ResultHeader(MODULE, arguments, seed=chosen.seed, packages=["numpy"]), Progress()
     wanted = chosen.scenarios or list(SCENARIOS)
     sought = {name: bug for name, bug in SOUGHT.items() if bug.scenarios[0] in wanted and not chosen.no_bugs}
-    found = run_bugs(list(sought), hunt_by_name, chosen.seed, workers=chosen.workers, say=say)
+    found = run_bugs(list(sought), hunt_by_name, chosen.seed, workers=chosen.workers, log=log)
     hunts = [(bug.scenarios[0], one) for bug, one in zip(sought.values(), found, strict=True)]
     bugs = by_bug(hunts)
     of = partial(units, seed=chosen.seed, each=chosen.each)
-    shares = split_by_agreement(chosen.states, chosen.seconds, wanted, of, run_unit, workers=chosen.workers, say=say)
-    say.end()
-    report = sitting.result(summary(shares.whole, bugs) | {"by_scenario": shares.told(hunts)})
+    shares = split_by_agreement(chosen.states, chosen.seconds, wanted, of, run_unit, workers=chosen.workers, log=log)
+    log.end()
+    report = result_header.result(summary(shares.whole, bugs) | {"by_scenario": shares.json(hunts)})
     deliver(report, chosen.json, text(report))
     missed = sum(not bug.caught for bug in bugs)
     return 1 if shares.whole.violations or shares.without_states or missed > 1 else 0

@@ -105,7 +105,7 @@ def _paid_after_the_commit() -> Iterator[None]:
         yield
 
 
-def _taken_as_told(raw: bytes, session: str, round: str, rank: int | None = None) -> Message:
+def _accepted_unchecked(raw: bytes, session: str, round: str, rank: int | None = None) -> Message:
     """A message, whoever's and for whatever it is."""
     decoded = _DECODE[0](raw, *_names(raw))
     return Message(session, round, decoded.rank, decoded.kind, decoded.facts, decoded.data)
@@ -129,7 +129,7 @@ def _one_session_for_ever() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Session, "key", key))
-        stack.enter_context(replacing(session.decode, _taken_as_told))
+        stack.enter_context(replacing(session.decode, _accepted_unchecked))
         stack.enter_context(replacing(commit._packs_of, lambda *_: []))
         yield
 
@@ -144,13 +144,13 @@ def _receipts_of_any_save() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Round, "message_key", key))
-        stack.enter_context(replacing(session.decode, _taken_as_told))
+        stack.enter_context(replacing(session.decode, _accepted_unchecked))
         stack.enter_context(replacing(commit._packs_of, lambda *_: []))
         yield
 
 
 @contextmanager
-def _told_before_the_commit() -> Iterator[None]:
+def _announced_before_the_commit() -> Iterator[None]:
     """Ranks that do not commit believe what they themselves have put."""
     original = GroupCommit.commit
 
@@ -254,7 +254,7 @@ BUGS: Final[tuple[Bug, ...]] = (
     Bug(
         "a rank believes its own part",
         "one rank counts a save as committed that is still to be",
-        patch=_told_before_the_commit,
+        patch=_announced_before_the_commit,
     ),
     Bug(
         "receipts of another save",

@@ -15,8 +15,8 @@ from campaigns.persistence import Persistence
 from campaigns.rank_crashes.bugs import SOUGHT, Bug
 from campaigns.rank_crashes.nodes import NodePersistence
 from campaigns.rank_crashes.scenarios import SCENARIOS, End
+from campaigns.restart_check import Restarted, check_restart, ends
 from campaigns.scenarios import NOTHING, Recording, crashed
-from campaigns.work_goes_on import Restarted, ends, go_on
 from tenuto.errors import TenutoError
 from tenuto.testing.expectations import Expected
 from tenuto.testing.recorder import Mark
@@ -62,7 +62,7 @@ def run_unit(unit: Unit, restart_one_in: int = RESTART_ONE_IN) -> Result:
             result.violations.append(str(violation(recording, state, problems, check)))
         elif state.fingerprint[0] * 256 + state.fingerprint[1] < 65536 // restart_one_in:
             result.restarts += 1
-            problems = go_on(recording, state, check, unit.seed, NOTHING, crashed=_restarted(unit.scenario))
+            problems = check_restart(recording, state, check, unit.seed, NOTHING, crashed=_restarted(unit.scenario))
             if problems:
                 named = "\n    ".join(problems)
                 result.violations.append(f"{recording.name}: crash after call {state.prefix - 1}\n    {named}")
@@ -126,7 +126,7 @@ def _at_its_end(recording: Recording) -> Iterator[str]:
 def _crashed(name: str, recording: Recording, seed: int, each: int) -> Iterator[str]:
     """What is wrong with each state, on one machine and on nodes; one in sixteen is handed to a restarted job. A save
     into several places is so long that only some of its prefixes are looked at."""
-    restarted, part = (_restarted(name), PARTS // 2) if SCENARIOS[name].kept else (crashed, 1)
+    restarted, part = (_restarted(name), PARTS // 2) if SCENARIOS[name].replicated else (crashed, 1)
     for replaying in (Persistence, NodePersistence):
         checking, check = replace(recording, replaying=replaying), recording.checking()
         for number, state in enumerate(crash_states(checking, each=each, seed=seed, seen=set(), part=part)):
@@ -134,7 +134,7 @@ def _crashed(name: str, recording: Recording, seed: int, each: int) -> Iterator[
             if problems:
                 yield str(violation(checking, state, problems, check))
             elif number % 16 == 0:
-                problems = go_on(checking, state, check, seed, NOTHING, crashed=restarted)
+                problems = check_restart(checking, state, check, seed, NOTHING, crashed=restarted)
                 yield f"{checking.name}, crash after call {state.prefix - 1}: {problems[0]}" if problems else ""
             else:
                 yield ""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest import mock
 
-from campaigns.rank_crashes.kept import Kept
-from campaigns.rank_crashes.seats import Board, Life, Seat
+from campaigns.rank_crashes.replicated import Replicated
+from campaigns.rank_crashes.scheduler import KINDS, Background, Scheduler
+from campaigns.rank_crashes.seats import Life, ScheduledKVStore, Seat
 from campaigns.rank_crashes.state import held, saved, whole_at
-from campaigns.rank_crashes.threads import Lock, copies_in_turns
-from campaigns.rank_crashes.turns import KINDS, Beside, Turns
+from campaigns.rank_crashes.threads import Lock, scheduled_copies
 from campaigns.recorded_jobs import RUN, Faster, Program
 from campaigns.simulated_processes import Processes
 from tenuto.engine.group.group_save import GroupCommit
@@ -73,15 +73,15 @@ class RankProgram(Program):
     """A recording of jobs of several ranks."""
 
     def __init__(
-        self, seed: int, schedule: int, *, seeded: Seeded = NOTHING, kept: Kept | None = None, **more: Any
+        self, seed: int, schedule: int, *, seeded: Seeded = NOTHING, replicated: Replicated | None = None, **more: Any
     ) -> None:
         """`kept`: where the repository lies in several places."""
         super().__init__(seed, **more)
-        self.kept = kept
+        self.replicated = replicated
         self._nodes: dict[int, int] = {}
         """By process, where several are on one."""
         self._reached: dict[int, Callable[[str], Store]] = {}
-        self.in_turns = Turns(0, "even", lambda actor: None)
+        self.running_scheduler = Scheduler(0, "even", lambda actor: None)
         self.seeded = seeded
         self.schedule = schedule
         self.acknowledged: set[CheckpointId] = set()
@@ -92,11 +92,11 @@ class RankProgram(Program):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        with super().running(), self.alone_with_its_turns():
+        with super().running(), self.scheduled():
             yield
 
     @contextmanager
-    def alone_with_its_turns(self) -> Iterator[None]:
+    def scheduled(self) -> Iterator[None]:
         """Nothing of a process happens beside its training."""
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(agreement, "_SESSIONS", _PastOfEach(self.processes)))
@@ -105,40 +105,40 @@ class RankProgram(Program):
             stack.enter_context(mock.patch.object(Saver, "_start", _at_once))
             stack.enter_context(mock.patch.object(saving, "lower_priority", lambda: None))
             stack.enter_context(mock.patch.object(members, "open_store", self._found))
-            stack.enter_context(copies_in_turns(lambda: self.in_turns))
+            stack.enter_context(scheduled_copies(lambda: self.running_scheduler))
             yield
 
-    def turns(self) -> Turns:
+    def scheduler(self) -> Scheduler:
         def acts(actor: int) -> None:
             self.processes.current = actor
             self.recorder.node = self._nodes.get(actor, actor)
 
-        self.in_turns = Turns(f"{self.seed} {self.schedule}", KINDS[self.schedule % len(KINDS)], acts)
-        return self.in_turns
+        self.running_scheduler = Scheduler(f"{self.seed} {self.schedule}", KINDS[self.schedule % len(KINDS)], acts)
+        return self.running_scheduler
 
     def store(self, rank: int, seat: Seat, world: int) -> Store:
         """The store as this rank has it."""
-        filesystem, kept = self.seeded.above(rank, self.above(seat)), self.kept
+        filesystem, replicated = self.seeded.above(rank, self.above(seat)), self.replicated
 
         def at(path: str) -> Store:
             local = LocalStore(path, filesystem=filesystem)
-            if kept is not None:
-                local._directories._lock = Lock(self.in_turns)  # type: ignore[assignment]
+            if replicated is not None:
+                local._directories._lock = Lock(self.running_scheduler)  # type: ignore[assignment]
             return self.seeded.around(rank, RetryingStore(local, Patience(wait_s=0.0)))
 
-        if kept is None:
+        if replicated is None:
             return at(PLACE)
-        node = kept.node(rank, world)
+        node = replicated.node(rank, world)
 
         def reached(path: str) -> Store:
-            if not kept.reaches(node, path):
+            if not replicated.reaches(node, path):
                 raise StoreError(f"{path} is on another node", subject=path)
             return at(path)
 
         self._reached[seat.actor] = reached
-        if kept.per_node:
+        if replicated.per_node:
             self._nodes[seat.actor] = self.recorder.node = 1 + node
-        store = kept.store(at, node)
+        store = replicated.store(at, node)
         store.report = lambda message: None
         return store
 
@@ -195,36 +195,36 @@ class RankJob:
     stays: bool = False
     """Whether its processes live on when they have played."""
 
-    def works(self, turns: Turns, play: Callable[[Member], None]) -> dict[int, Callable[[], None]]:
+    def works(self, scheduler: Scheduler, play: Callable[[Member], None]) -> dict[int, Callable[[], None]]:
         """What each rank does, by the number of its process."""
-        members = [Member(self, rank, turns) for rank in range(self.world)]
+        members = [Member(self, rank, scheduler) for rank in range(self.world)]
         return {member.actor: lambda member=member: member.live(play) for member in members}  # type: ignore[misc]
 
     def run(self, play: Callable[[Member], None]) -> None:
         """This job alone. Raises what a rank raised that no rank may."""
-        turns = self.program.turns()
-        turns.run(self.works(turns, play))
-        raised(turns)
+        scheduler = self.program.scheduler()
+        scheduler.run(self.works(scheduler, play))
+        raised(scheduler)
 
 
-def raised(turns: Turns) -> None:
-    for error in turns.raised.values():
+def raised(scheduler: Scheduler) -> None:
+    for error in scheduler.raised.values():
         raise error
 
 
 class Member:
     """One rank of a job."""
 
-    def __init__(self, job: RankJob, rank: int, turns: Turns) -> None:
+    def __init__(self, job: RankJob, rank: int, scheduler: Scheduler) -> None:
         program = job.program
         self.job, self.program, self.rank, self.world = job, program, rank, job.world
         self.actor = program.processes.start()
-        self.seat = Seat(program.recorder, turns, self.actor, [job.life, job.lives.get(rank, Life())])
+        self.seat = Seat(program.recorder, scheduler, self.actor, [job.life, job.lives.get(rank, Life())])
         self._settings = Settings(
-            dead_after_s=DEAD_AFTER_S, answer_s=10.0, clock=turns.clock(self.actor, self.seat.living)
+            dead_after_s=DEAD_AFTER_S, answer_s=10.0, clock=scheduler.clock(self.actor, self.seat.living)
         )
         self.saver: Saver | None = None
-        self._tidying: Beside[int] | None = None
+        self._tidying: Background[int] | None = None
 
     @property
     def coordinates(self) -> bool:
@@ -232,7 +232,7 @@ class Member:
 
     def live(self, play: Callable[[Member], None]) -> None:
         """Meets the others, opens the repository, plays. A rank that finds another one missing ends."""
-        ranks = ThreadRanks(self.rank, self.world, Board(self.job.kv_store, self.seat))
+        ranks = ThreadRanks(self.rank, self.world, ScheduledKVStore(self.job.kv_store, self.seat))
         try:
             with Agreement.open(ranks, {"run": RUN}, DEADLINE_S, self._settings) as met:
                 self.agreement = met
@@ -350,16 +350,18 @@ class Member:
     def tidy(self, step: int) -> None:
         """After a commit, beside what follows: each node's first rank sees to the places that it puts packs into."""
         self.tidied()
-        if self.program.kept is not None and self.program.kept.leads(self.rank, self.world):
+        if self.program.replicated is not None and self.program.replicated.leads(self.rank, self.world):
             newest = CheckpointId(RUN, self.attempt.number, step)
-            self._tidying = self.program.in_turns.beside(lambda: replica_tidy.tidy_replicas(self.repo, newest))
+            self._tidying = self.program.running_scheduler.in_background(
+                lambda: replica_tidy.tidy_replicas(self.repo, newest)
+            )
 
     def tidied(self) -> None:
         """What was begun has ended. Where a disk fails that is a warning, and the next one tries again."""
         tidying, self._tidying = self._tidying, None
         try:
             if tidying is not None:
-                self.program.in_turns.done(tidying)
+                self.program.running_scheduler.done(tidying)
         except Killed:
             self.seat.living()
         except StoreError:

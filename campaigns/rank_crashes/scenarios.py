@@ -10,8 +10,8 @@ from typing import Final
 
 from campaigns.persistence import Persistence
 from campaigns.rank_crashes.jobs import NOTHING, Member, RankJob, RankProgram, Seeded, raised
-from campaigns.rank_crashes.kept import Kept, KeptChecker
 from campaigns.rank_crashes.nodes import NodePersistence
+from campaigns.rank_crashes.replicated import Replicated, ReplicatedChecker
 from campaigns.rank_crashes.seats import Life
 from campaigns.scenarios import Recording, silent_threads
 from tenuto.errors import RanksError, SaveFailed, Superseded
@@ -108,10 +108,10 @@ def taken_over(stage: Stage) -> None:
             member.tidy(step)
         member.release()
 
-    turns = stage.program.turns()
+    scheduler = stage.program.scheduler()
     other = RankJob(stage.program, 5 - stage.world)
-    turns.run(stage.job().works(turns, _superseded(play)) | other.works(turns, _superseded(play)))
-    raised(turns)
+    scheduler.run(stage.job().works(scheduler, _superseded(play)) | other.works(scheduler, _superseded(play)))
+    raised(scheduler)
 
 
 def restarted(stage: Stage) -> None:
@@ -186,7 +186,7 @@ def _some_of_three_fail() -> list[Fault]:
     ]
 
 
-NODES: Final = Kept(2, 1, per_node=True)
+NODES: Final = Replicated(2, 1, per_node=True)
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Scenario:
     play: Callable[[Stage], None]
     world: int
     faults: Callable[[], list[Fault]] = list
-    kept: Kept | None = None
+    replicated: Replicated | None = None
     """How the repository lies in several places."""
 
     def record(
@@ -208,7 +208,7 @@ class Scenario:
         def beneath(disk: FileSystem) -> FileSystem:
             return Faulty(disk, *faults) if faults else disk
 
-        program = RankProgram(seed, schedule, seeded=seeded, kept=self.kept, beneath=beneath, faults=faults)
+        program = RankProgram(seed, schedule, seeded=seeded, replicated=self.replicated, beneath=beneath, faults=faults)
         stage = Stage(program, self.world, end)
         with program.running(), silent_threads():
             self.play(stage)
@@ -225,14 +225,14 @@ class Scenario:
         return Recording(name, None, program.recorder.log, start=start, replaying=replaying, checking=self.checker)
 
     def checker(self) -> Checker:
-        return Checker() if self.kept is None else KeptChecker(self.kept)
+        return Checker() if self.replicated is None else ReplicatedChecker(self.replicated)
 
     def restart(
         self, base: DiskImage, opening: tuple[Mark, ...], seed: int, name: str, seeded: Seeded = NOTHING
     ) -> Recording:
         """A job of one to three ranks on a disk that a crash left."""
         start = zlib.crc32(name.encode())
-        program = RankProgram(seed + 7919, start, seeded=seeded, kept=self.kept, base=base)
+        program = RankProgram(seed + 7919, start, seeded=seeded, replicated=self.replicated, base=base)
         for _ in range(1000):
             program.processes.end(program.processes.start())  # numbers that no earlier process had
         with program.running():
@@ -241,12 +241,14 @@ class Scenario:
 
     def _next_world(self, seed: int, most: int) -> int:
         """Where nodes have directories of their own, each has a rank again: what lies there is its own to see to."""
-        least = self.kept.others if self.kept is not None and self.kept.per_node else 1
+        least = self.replicated.others if self.replicated is not None and self.replicated.per_node else 1
         return least + seed % (most + 1 - least)
 
     def length(self, seed: int, schedule: int = 0) -> tuple[int, list[int]]:
         """How much the job changes in all, and each of its ranks."""
-        program = RankProgram(seed, schedule, kept=self.kept, beneath=lambda disk: Faulty(disk, *self.faults()))
+        program = RankProgram(
+            seed, schedule, replicated=self.replicated, beneath=lambda disk: Faulty(disk, *self.faults())
+        )
         stage = Stage(program, self.world)
         with program.running(), silent_threads():
             self.play(stage)
@@ -276,14 +278,14 @@ SCENARIOS: Final[dict[str, Scenario]] = {
         Scenario("taken over by more ranks", taken_over, 2),
         Scenario("taken over by fewer ranks", taken_over, 3),
         Scenario("restarted at the same board", restarted, 2),
-        Scenario("packs on their nodes", saves, 3, kept=NODES),
+        Scenario("packs on their nodes", saves, 3, replicated=NODES),
         Scenario("packs on their nodes, one node's disk fails", fails_on_one, 2, _one_node_fails, NODES),
-        Scenario("packs on their nodes, retention and tidying", retained, 3, kept=NODES),
-        Scenario("packs on their nodes, restarted", restarted, 2, kept=NODES),
-        Scenario("packs on their nodes, taken over", taken_over, 2, kept=NODES),
-        Scenario("packs on their nodes and in the home", retained, 2, kept=Kept(2, 2, per_node=True)),
-        Scenario("each pack in two places", retained, 2, kept=Kept(1, 2)),
-        Scenario("one of two places fails", fails_on_one, 2, _one_of_two_fails, Kept(1, 1)),
-        Scenario("two of three places", fails_on_one, 2, _some_of_three_fail, Kept(2, 2)),
+        Scenario("packs on their nodes, retention and tidying", retained, 3, replicated=NODES),
+        Scenario("packs on their nodes, restarted", restarted, 2, replicated=NODES),
+        Scenario("packs on their nodes, taken over", taken_over, 2, replicated=NODES),
+        Scenario("packs on their nodes and in the home", retained, 2, replicated=Replicated(2, 2, per_node=True)),
+        Scenario("each pack in two places", retained, 2, replicated=Replicated(1, 2)),
+        Scenario("one of two places fails", fails_on_one, 2, _one_of_two_fails, Replicated(1, 1)),
+        Scenario("two of three places", fails_on_one, 2, _some_of_three_fail, Replicated(2, 2)),
     )
 }

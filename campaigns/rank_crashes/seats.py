@@ -1,5 +1,7 @@
-"""One rank's places at the disk and at the board that all ranks share: its turn comes before every call, and with its
-life its calls end."""
+"""One rank's access to the disk and to the key-value store that all ranks share.
+
+The scheduler decides before every call which rank acts; when the rank's life ends, so do its calls.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from campaigns.rank_crashes.turns import Turns
+from campaigns.rank_crashes.scheduler import Scheduler
 from tenuto.ranks.kv.in_process import InProcessKVStore
 from tenuto.store.local.syscalls import FileSystem
 from tenuto.testing.layers import Killed, Layer, Mortal
@@ -32,9 +34,9 @@ class Life:
 class Seat(Layer):
     """One rank's place at the disk: its turn comes before every call, and with its life its calls end."""
 
-    def __init__(self, inner: FileSystem, turns: Turns, actor: int, lives: Sequence[Life]) -> None:
+    def __init__(self, inner: FileSystem, scheduler: Scheduler, actor: int, lives: Sequence[Life]) -> None:
         super().__init__(inner)
-        self.turns, self.actor, self.lives = turns, actor, lives
+        self.scheduler, self.actor, self.lives = scheduler, actor, lives
 
     def around(self, call: str, path: str, act: Callable[[], R]) -> R:
         self.point(counts=call in Mortal.CHANGING)
@@ -42,7 +44,7 @@ class Seat(Layer):
 
     def point(self, *, counts: bool) -> None:
         self.living()
-        self.turns.point(self.actor)
+        self.scheduler.point(self.actor)
         for life in self.lives if counts else ():
             life.spend()
         self.living()
@@ -52,7 +54,7 @@ class Seat(Layer):
             raise Killed
 
 
-class Board(InProcessKVStore):
+class ScheduledKVStore(InProcessKVStore):
     """One rank's place at the board that all share."""
 
     longest_pause_s = 1.0  # type: ignore[misc]
@@ -81,4 +83,4 @@ class Board(InProcessKVStore):
 
     def _posts(self) -> None:
         self._seat.point(counts=True)
-        self._seat.turns.posted()
+        self._seat.scheduler.posted()

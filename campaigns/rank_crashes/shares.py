@@ -1,4 +1,4 @@
-"""The budget of a campaign divided among its scenarios: each has its part of the states, and its part of the time."""
+"""Divides the budget of a campaign, states and time, among its scenarios."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Shares:
     whole: Campaign
     each: dict[str, tuple[Campaign, float]] = field(default_factory=dict)
 
-    def told(self, hunts: Sequence[Hunted]) -> dict[str, Any]:
+    def json(self, hunts: Sequence[Hunted]) -> dict[str, Any]:
         """A line for each scenario, with the bugs that were looked for in it."""
         return {name: {**_counts(*found), **_bugs(name, hunts)} for name, found in self.each.items()}
 
@@ -41,7 +41,7 @@ def split_by_agreement(
     judge: Callable[[Unit], Result],
     *,
     workers: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Shares:
     """One scenario after the other: each gets an equal part of what the ones before have left. One in which little can
     happen leaves more to those behind it, and so does one that comes to its number of states early."""
@@ -51,7 +51,14 @@ def split_by_agreement(
         now, left = time.monotonic(), len(names) - number
         wanted = max(-(-(states - len(shares.whole.distinct)) // left), 1)
         limit = max((seconds - (now - began)) / left, LEAST_S)
-        found = run(wanted, units(name), judge, workers=workers, seconds=limit, say=partial(_said, say, name))
+        found = run(
+            wanted,
+            units(name),
+            judge,
+            workers=workers,
+            seconds=limit,
+            log=partial(_log, log, name),
+        )
         shares.each[name] = found, time.monotonic() - now
         shares.whole.distinct |= found.distinct
         shares.whole.families |= found.families
@@ -59,8 +66,8 @@ def split_by_agreement(
     return shares
 
 
-def _said(say: Callable[[str], None], name: str, line: str) -> None:
-    say(f"{name}: {line}")
+def _log(log: Callable[[str], None], name: str, line: str) -> None:
+    log(f"{name}: {line}")
 
 
 def _counts(found: Campaign, seconds: float) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Final
 
 from campaigns.rank_kills.campaign import Tallies, campaign, told
 from campaigns.rank_kills.kinds import Kind, OfNumbers, OnNodes
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 
 MODULE: Final = "campaigns.rank_kills"
 WITH_TORCH: Final = ("ddp", "fsdp2")
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     names = TRAININGS.get(given.training, (given.training,))
     packages = ["numpy"] if names in PLAIN else ["numpy", "torch"]
-    sitting, progress = Sitting(MODULE, arguments, seed=given.seed, packages=packages), Progress()
+    result_header, progress = ResultHeader(MODULE, arguments, seed=given.seed, packages=packages), Progress()
     tallies: Tallies = {}
     with tempfile.TemporaryDirectory(prefix="tenuto-ranks-") as place:
         chosen = kinds(names, Path(place) / "untouched", steps=given.steps, torch_steps=given.torch_steps)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             equal = f"{found['rounds_equal_to_the_untouched_training']} of {found['rounds']} rounds equal"
             progress(f"{found['kills']} of {given.kills} kills, {equal}")
     progress.end()
-    deliver(sitting.result(told(tallies)), given.json)
+    deliver(result_header.result(told(tallies)), given.json)
     return 0 if all(tally.as_it_has_to_be for tally in tallies.values()) else 12
 
 

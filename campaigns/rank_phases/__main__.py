@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from campaigns.rank_phases.campaign import everything, play, summary
-from campaigns.rank_phases.returning import cuts
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.rank_phases.old_job import cuts
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 
 MODULE: Final = "campaigns.rank_phases"
 
@@ -22,14 +22,14 @@ def main() -> None:
     import torch.distributed  # noqa: F401 - once, before ranks are forked
 
     what = [*cuts()] if given.only_returning else everything()
-    sitting, say = Sitting(MODULE, None, seed=None, packages=["numpy", "torch"]), Progress()
+    result_header, log = ResultHeader(MODULE, None, seed=None, packages=["numpy", "torch"]), Progress()
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="tenuto-phases-") as place:
         for outcome in play(what, Path(place), at_once=given.workers):
             outcomes.append(outcome)
-            say(f"{len(outcomes)} of {len(what)} played, {sum(bool(one.faults) for one in outcomes)} with a fault")
-    say.end()
-    deliver(sitting.result(summary(outcomes)), given.json)
+            log(f"{len(outcomes)} of {len(what)} played, {sum(bool(one.faults) for one in outcomes)} with a fault")
+    log.end()
+    deliver(result_header.result(summary(outcomes)), given.json)
     sys.exit(1 if any(one.faults for one in outcomes) else 0)
 
 

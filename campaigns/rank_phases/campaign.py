@@ -10,8 +10,8 @@ from typing import Any, Final
 from unittest import mock
 
 from campaigns.rank_phases.cells import Cell, Outcome, begun, cells, judge
-from campaigns.rank_phases.in_time import TIMEOUT_S, by_phase
-from campaigns.rank_phases.returning import Cut, cuts, judge_cut
+from campaigns.rank_phases.deadlines import TIMEOUT_S, by_phase
+from campaigns.rank_phases.old_job import Cut, cuts, judge_cut
 from tenuto.repo.ownership import claim
 
 DYING_S: Final = 0.5
@@ -55,7 +55,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "old_jobs_that_changed_nothing": sum(not one.faults for one in returned),
         "faults": [f"{one.cell}: {fault}" for one in outcomes for fault in one.faults],
         "said": {str(one.cell): list(one.said) for one in outcomes},
-        "times": {str(one.cell): one.times.told() for one in struck if one.times is not None},
+        "times": {str(one.cell): one.times.json() for one in struck if one.times is not None},
     }
 
 

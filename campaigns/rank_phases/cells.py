@@ -14,7 +14,7 @@ import numpy as np
 
 from campaigns.rank_kills.processes import Death, Job, Plan
 from campaigns.rank_kills.training import untouched
-from campaigns.rank_phases.in_time import TIMEOUT_S, Promise, Times
+from campaigns.rank_phases.deadlines import TIMEOUT_S, Promise, Times
 from campaigns.rank_phases.places import DirectoryDeath, MetAt, Server, StoreDeath, restored
 from tenuto.api.save_load import load
 from tenuto.engine.save.rank_group import RESTORE_TIMES

@@ -25,7 +25,7 @@ import torch
 
 from campaigns.exact_resume.cases import End
 from campaigns.rank_kills.processes import Job, Plan
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 from campaigns.resume_ranks.cases import CASES, CONTROLS, STEPS, Case
 from campaigns.resume_ranks.judge import Life, differences, lives_of
 from campaigns.resume_ranks.training import live, read_trails
@@ -109,14 +109,14 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for one in inside for tensor in _tensors(one)]
 
 
-def campaign(names: Sequence[str], *, say: Callable[[str], None]) -> list[Outcome]:
+def campaign(names: Sequence[str], *, log: Callable[[str], None]) -> list[Outcome]:
     """The outcomes in the order of the names, one after the other: nothing else may run in what is forked from."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="tenuto-resume-", dir=memory) as top:
         for number, name in enumerate(names):
             found.append(outcome(name, Path(top) / str(number)))
-            say(f"{len(found)} of {len(names)}: {name}: {next(iter(found[-1].wrong), 'as it has to be')}")
+            log(f"{len(found)} of {len(names)}: {name}: {next(iter(found[-1].wrong), 'as it has to be')}")
     return found
 
 
@@ -161,12 +161,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = options(MODULE, __doc__)
     parser.add_argument("--cases", nargs="*", choices=[*CASES, *CONTROLS], metavar="NAME", help="these alone")
     given = parser.parse_args(arguments)
-    sitting, say = Sitting(MODULE, arguments, seed=None, packages=PACKAGES), Progress()
+    result_header, log = ResultHeader(MODULE, arguments, seed=None, packages=PACKAGES), Progress()
     load_framework()
     importlib.import_module("torchdata.stateful_dataloader")
-    outcomes = campaign(given.cases or [*CASES, *CONTROLS], say=say)
-    say.end()
-    report = sitting.result(summary(outcomes))
+    outcomes = campaign(given.cases or [*CASES, *CONTROLS], log=log)
+    log.end()
+    report = result_header.result(summary(outcomes))
     deliver(report, given.json)
     return 0 if report["as_they_have_to_be"] == report["cases"] and report["controls_told"] == report["controls"] else 1
 

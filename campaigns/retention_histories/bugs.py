@@ -73,7 +73,7 @@ def _age_by_clock() -> Iterator[None]:
 
 
 @contextmanager
-def _no_second_look() -> Iterator[None]:
+def _no_second_listing() -> Iterator[None]:
     """After the tombstones, nobody asks again."""
     with mock.patch.object(retention, "_still_free", lambda snapshot, attempt, policy, going: frozenset(going)):
         yield
@@ -182,7 +182,7 @@ BUGS: tuple[Bug, ...] = (
         "two processes remove from one run",
         _function(retention, "_superseded", lambda repo, attempt: False),
     ),
-    Bug("no second look", "who comes to need it after the plan is not seen", _no_second_look),
+    Bug("no second look", "who comes to need it after the plan is not seen", _no_second_listing),
     Bug(
         "tombstones stay",
         "what was spared can never be relied upon",

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from unittest import mock
 
-from campaigns.result_file import Progress, Sitting, deliver, options
+from campaigns.result_file import Progress, ResultHeader, deliver, options
 from campaigns.retention_histories.history import Broken, Counts, History
 from campaigns.simulated_processes import replacing
 from tenuto.errors import TenutoError
@@ -56,7 +56,7 @@ def _read_once() -> Iterator[None]:
 
 def campaign(number: int, seed: int, *, workers: int) -> tuple[Counts, list[str]]:
     """`run_histories` in several processes, a part at a time; says on stderr how far it is."""
-    total, broken, say = Counts(), [], Progress()
+    total, broken, log = Counts(), [], Progress()
     parts = [(first, min(PART, number - first)) for first in range(0, number, PART)]
     with ProcessPoolExecutor(workers) as pool:
         futures = [pool.submit(run_histories, size, seed, first=first) for first, size in parts]
@@ -64,8 +64,8 @@ def campaign(number: int, seed: int, *, workers: int) -> tuple[Counts, list[str]
             counts, found = future.result()
             total.add(counts)
             broken += found
-            say(f"{total.histories:,} histories, {total.removed:,} removed, {len(broken)} broken")
-    say.end()
+            log(f"{total.histories:,} histories, {total.removed:,} removed, {len(broken)} broken")
+    log.end()
     return total, broken
 
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options(MODULE, "Random histories of retention against an independent oracle.", workers=1, bugs=True)
     parser.add_argument("--histories", type=int, default=20_000)
     chosen = parser.parse_args(arguments)
-    sitting = Sitting(MODULE, arguments, seed=chosen.seed)
+    result_header = ResultHeader(MODULE, arguments, seed=chosen.seed)
     bugs = [] if chosen.no_bugs else run_bugs(chosen.seed)
     counts, broken = campaign(chosen.histories, chosen.seed, workers=chosen.workers)
     found = {
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bugs_caught": sum(bug["caught"] for bug in bugs),
         "bugs": bugs,
     }
-    deliver(sitting.result(found), chosen.json)
+    deliver(result_header.result(found), chosen.json)
     return 0 if not broken and all(bug["caught"] for bug in bugs) else 1
 
 

@@ -16,10 +16,10 @@ from unittest import mock
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from campaigns.result_file import Sitting, deliver, options
+from campaigns.result_file import ResultHeader, deliver, options
 from campaigns.simulated_processes import replacing
-from campaigns.stateful.keeping import Keeping, counted
 from campaigns.stateful.machine import Product
+from campaigns.stateful.operator_rules import OperatorRules, counted
 from campaigns.stateful.ranks import RankProduct
 from tenuto.engine.read import choose, chunk_reader
 from tenuto.maintenance import remove, retention, undelete, verify
@@ -90,7 +90,7 @@ def histories(
     *,
     steps: int = STEPS,
     shrink: bool = False,
-    product: type[Keeping] = Product,
+    product: type[OperatorRules] = Product,
 ) -> None:
     """Runs so many histories; AssertionError, or what the product raised, where one contradicts the model. `number`:
     the seed; None: always the same histories."""
@@ -112,7 +112,7 @@ def histories(
         run_state_machine_as_test(seed(number)(machine) if number is not None else machine, settings=chosen)
 
 
-def caught(bug: Bug, examples: int, number: int | None, product: type[Keeping] = Product) -> str:
+def caught(bug: Bug, examples: int, number: int | None, product: type[OperatorRules] = Product) -> str:
     """What contradicts the model while the bug is there; empty if nothing does."""
     with bug.patch():
         try:
@@ -127,8 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--examples", type=int, default=2000)
     parser.add_argument("--ranks", action="store_true", help="jobs of one to four ranks")
     chosen = parser.parse_args(arguments)
-    product: type[Keeping] = RankProduct if chosen.ranks else Product
-    sitting = Sitting(MODULE, arguments, seed=chosen.seed, packages=["numpy", "hypothesis"])
+    product: type[OperatorRules] = RankProduct if chosen.ranks else Product
+    result_header = ResultHeader(MODULE, arguments, seed=chosen.seed, packages=["numpy", "hypothesis"])
     counted.clear()
     findings = []
     try:
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         "bugs_caught": sum(bool(how) for how in bugs.values()),
         "bugs": bugs,
     }
-    deliver(sitting.result(report), chosen.json)
+    deliver(result_header.result(report), chosen.json)
     return 1 if findings or not all(bugs.values()) else 0
 
 

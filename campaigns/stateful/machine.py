@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from campaigns.stateful.keeping import Keeping, counted
+from campaigns.stateful.operator_rules import OperatorRules, counted
 from campaigns.stateful.world import Gone, Process, crashing
 from tenuto.errors import RunInUse, Superseded, TenutoError
 from tenuto.maintenance import retention
@@ -29,7 +29,7 @@ SAVE_POINTS = (
 )
 
 
-class Product(Keeping):
+class Product(OperatorRules):
     """One history."""
 
     runs = RUNS

@@ -17,8 +17,8 @@ from campaigns.broken_stores import StoreLayer
 from campaigns.rank_crashes.jobs import Member, RankJob, RankProgram
 from campaigns.rank_crashes.seats import Life, Seat
 from campaigns.recorded_jobs import RUN
-from campaigns.stateful.keeping import Keeping, counted
 from campaigns.stateful.model import Model
+from campaigns.stateful.operator_rules import OperatorRules, counted
 from campaigns.stateful.world import World
 from tenuto.errors import RunInUse, TenutoError
 from tenuto.model.ids import CheckpointId
@@ -117,7 +117,7 @@ jobs = st.builds(
 )
 
 
-class RankProduct(Keeping):
+class RankProduct(OperatorRules):
     """One history."""
 
     def __init__(self) -> None:
@@ -176,16 +176,18 @@ class RankProduct(Keeping):
         several = len(all_wanted) > 1
         line = [id for id in self.model.walk(RUN)]
         works: dict[int, Callable[[], None]] = {}
-        turns = program.turns()
+        scheduler = program.scheduler()
         for number, wanted in enumerate(all_wanted):
             job = self._job(program, wanted)
             before = set(works)
-            works |= job.works(turns, self._playing(wanted, line, 10 * number, claims_over=wanted.takeover or several))
+            works |= job.works(
+                scheduler, self._playing(wanted, line, 10 * number, claims_over=wanted.takeover or several)
+            )
             program.groups.append((job, sorted(set(works) - before)))
-        with program.alone_with_its_turns():
-            turns.run(works)
+        with program.scheduled():
+            scheduler.run(works)
         self._told(program)
-        return list(turns.raised.values()) if program.died_at is None else []
+        return list(scheduler.raised.values()) if program.died_at is None else []
 
     def _job(self, program: Histories, wanted: Wanted) -> RankJob:
         job = RankJob(program, wanted.world, stays=wanted.end == "stay")

@@ -15,7 +15,7 @@ import xxhash
 
 import tenuto
 from attacks.make_attacks import GOLDEN, HARMLESS, HERE, INDEX, MANIFEST, PACK, attacks, dumped, joined, sealed
-from campaigns.fuzz.watching import recording
+from campaigns.fuzz.audit import recording
 from tenuto.cli import main
 from tenuto.errors import TenutoError
 

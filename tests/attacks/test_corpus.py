@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from campaigns.fuzz.audit import watched
 from campaigns.fuzz.mutate import mutations
 from campaigns.fuzz.seeds import make
 from campaigns.fuzz.targets import TARGETS, Broken, Target, sealed
-from campaigns.fuzz.watching import watched
 from tenuto.errors import CorruptionError, TenutoError
 
 CORPUS = Path(__file__).parent / "corpus"

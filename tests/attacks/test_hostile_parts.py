@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import tenuto
+from campaigns.fuzz.audit import recording
 from campaigns.fuzz.mutate import mutations
-from campaigns.fuzz.watching import recording
 from support.saves_of_ranks import held, save_jointly, whole
 from tenuto.codec.digest import digest
 from tenuto.engine.read.choose import CheckpointLeaves, fetch

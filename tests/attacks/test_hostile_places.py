@@ -14,7 +14,7 @@ import pytest
 import tenuto
 from attacks.make_attacks import GOLDEN, INDEX, MANIFEST, PACK, STEP
 from attacks.test_attacks import CONTROL, loads
-from campaigns.fuzz.watching import recording
+from campaigns.fuzz.audit import recording
 from tenuto.cli import main
 from tenuto.errors import TenutoError
 

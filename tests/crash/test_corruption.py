@@ -87,8 +87,8 @@ def test_a_shape_is_the_same_each_time() -> None:
 
 
 def test_the_faults_are_the_same_however_many_processes_judge_them() -> None:
-    one = run(350, SEED, workers=1, say=lambda line: None, each=40)
-    two = run(350, SEED, workers=2, say=lambda line: None, each=40)
+    one = run(350, SEED, workers=1, log=lambda line: None, each=40)
+    two = run(350, SEED, workers=2, log=lambda line: None, each=40)
     assert one == two
     assert one.faults >= 350
 

@@ -7,9 +7,9 @@ import pytest
 from campaigns.crash_states import Unit, hunt, main, run_unit
 from campaigns.exploration import crash_states, violation
 from campaigns.recorded_jobs import Program
+from campaigns.restart_check import ends
 from campaigns.scenarios import SCENARIOS, Seeded, killed
 from campaigns.seeded_bugs import BUGS, Bug
-from campaigns.work_goes_on import ends
 from support.thinning import thinned
 from tenuto.errors import Superseded
 from tenuto.repo.repository import Repo

@@ -107,7 +107,7 @@ def test_the_summary_counts_what_was_struck() -> None:
 
 def test_a_campaign_goes_on_where_another_has_ended() -> None:
     def run(count: int, skip: int = 0) -> list[Case]:
-        outcomes, hunted = campaign(SEED, count, workers=1, seconds=3600, say=lambda line: None, skip=skip, bugs=())
+        outcomes, hunted = campaign(SEED, count, workers=1, seconds=3600, log=lambda line: None, skip=skip, bugs=())
         assert not hunted
         return [outcome.case for outcome in outcomes]
 

@@ -13,8 +13,8 @@ from campaigns.rank_crashes.bugs import BUGS, SOUGHT
 from campaigns.rank_crashes.campaign import PARTS, Unit, hunt, run_unit, units
 from campaigns.rank_crashes.nodes import NodePersistence
 from campaigns.rank_crashes.scenarios import SCENARIOS, End
+from campaigns.rank_crashes.scheduler import KINDS
 from campaigns.rank_crashes.shares import by_bug, split_by_agreement
-from campaigns.rank_crashes.turns import KINDS
 from support.thinning import crossed, thinned
 from tenuto.testing.recorder import Call
 from tenuto.testing.simulated_disk import ROOT
@@ -39,7 +39,7 @@ QUICK = (
 def test_i1_i3_i4_hold_after_a_crash_of_several_ranks_at_any_call(name: str, nodes: bool) -> None:
     schedule = list(SCENARIOS).index(name)
     # Twice as many calls with places of their own, each state read several times; many states after a restart.
-    part = 200 if SCENARIOS[name].kept is not None else 60 if name == "restarted at the same board" else 24
+    part = 200 if SCENARIOS[name].replicated is not None else 60 if name == "restarted at the same board" else 24
     result = run_unit(Unit(name, SEED, schedule, each=3, nodes=nodes, part=part, at=schedule), restart_one_in=60)
     assert result.violations == []
     assert result.states > 10
@@ -144,18 +144,18 @@ def one_disk(unit: tuple[str, int]) -> Result:
 
 
 def test_each_scenario_has_its_part_of_the_states_and_of_the_time() -> None:
-    shares = split_by_agreement(600, 3600, "abc", numbered, ten_disks, workers=1, say=lambda line: None)
+    shares = split_by_agreement(600, 3600, "abc", numbered, ten_disks, workers=1, log=lambda line: None)
     assert all(170 <= len(found.distinct) <= 230 for found, _ in shares.each.values())
     assert len(shares.whole.distinct) >= 600 and shares.without_states == []
-    late = split_by_agreement(600, 0, "ab", numbered, one_disk, workers=1, say=lambda line: None)
+    late = split_by_agreement(600, 0, "ab", numbered, one_disk, workers=1, log=lambda line: None)
     assert [len(found.distinct) for found, _ in late.each.values()] == [1, 1]
 
 
 def test_the_result_has_a_line_for_each_scenario_with_the_bugs_that_were_looked_for_in_it() -> None:
     names = list(SCENARIOS)
-    shares = split_by_agreement(len(names), 60, names, numbered, one_disk, workers=1, say=lambda line: None)
+    shares = split_by_agreement(len(names), 60, names, numbered, one_disk, workers=1, log=lambda line: None)
     hunts = [(bug.scenarios[0], BugResult(bug.name, bug.breaks, True, 1, "lost")) for bug in SOUGHT.values()]
-    told = shares.told(hunts)
+    told = shares.json(hunts)
     assert list(told) == names and {line["states"] for line in told.values()} == {1}
     assert all(line["bugs_seeded"] == line["bugs_caught"] > 0 for line in told.values()), told
     assert {found.name for found in by_bug(hunts)} == {bug.name for bug in BUGS}
@@ -165,9 +165,9 @@ def test_a_bug_is_caught_where_one_scenario_shows_it() -> None:
     name = "rename for link"
     missed, seen = BugResult(name, "", False, 30, ""), BugResult(name, "", True, 7, "lost")
     first, second = (bug.scenarios[0] for bug in SOUGHT.values() if bug.name == name)
-    shares = split_by_agreement(2, 60, [first, second], numbered, one_disk, workers=1, say=lambda line: None)
+    shares = split_by_agreement(2, 60, [first, second], numbered, one_disk, workers=1, log=lambda line: None)
     for hunts in ([(first, missed), (second, seen)], [(first, seen), (second, missed)]):
         assert by_bug(hunts) == [BugResult(name, "", True, 37, "lost")]
-        told = shares.told(hunts)
+        told = shares.json(hunts)
         assert [name in line["bugs_not_seen_here"] for line in told.values()] == [not one.caught for _, one in hunts]
     assert not by_bug([(first, missed), (second, missed)])[0].caught

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from campaigns.stateful.campaign import BUGS, caught, histories
-from campaigns.stateful.keeping import counted
+from campaigns.stateful.operator_rules import counted
 from campaigns.stateful.ranks import RankProduct
 
 QUICK = ("rm asks nobody", "the oldest step is the latest", "verify finds nothing", "retention takes what it wants")

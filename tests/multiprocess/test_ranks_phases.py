@@ -10,8 +10,8 @@ import pytest
 from campaigns.rank_kills.processes import Ended
 from campaigns.rank_phases import campaign
 from campaigns.rank_phases.cells import ONLY_COORDINATOR, PHASES, Cell, Struck, begun, cells, lost
-from campaigns.rank_phases.in_time import TIMEOUT_S, Promise, Times, by_phase
-from campaigns.rank_phases.returning import CUTS, Cut, cuts
+from campaigns.rank_phases.deadlines import TIMEOUT_S, Promise, Times, by_phase
+from campaigns.rank_phases.old_job import CUTS, Cut, cuts
 from tenuto.engine.group import group
 from tenuto.engine.group.group import session_settings
 from tenuto.ranks.contract import Settings

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from campaigns import result_file
-from campaigns.result_file import Progress, Sitting, code, deliver, machine, options, versions
+from campaigns.result_file import Progress, ResultHeader, code, deliver, machine, options, versions
 from tenuto.version import __version__
 
 
 def test_a_result_begins_with_what_it_was_obtained_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_file, "code", lambda: {"commit": "4dc1f00", "dirty": False})
-    found = Sitting("tenuto.testing.one", ["--seed", "7"], seed=7, packages=["numpy"]).result({"cases": 3})
+    found = ResultHeader("tenuto.testing.one", ["--seed", "7"], seed=7, packages=["numpy"]).result({"cases": 3})
     assert list(found) == ["command", "seed", "seconds", "commit", "dirty", "versions", "machine", "cases"]
     assert found["command"] == "python -m tenuto.testing.one --seed 7"
     assert (found["seed"], found["cases"]) == (7, 3)
@@ -27,8 +27,8 @@ def test_a_result_begins_with_what_it_was_obtained_by(monkeypatch: pytest.Monkey
 
 def test_the_command_is_the_process_s_own_where_no_arguments_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ignored", "--kills", "20"])
-    assert Sitting("m", None, seed=1).result({})["command"] == "python -m m --kills 20"
-    assert Sitting("m", [], seed=1).result({})["command"] == "python -m m"
+    assert ResultHeader("m", None, seed=1).result({})["command"] == "python -m m --kills 20"
+    assert ResultHeader("m", [], seed=1).result({})["command"] == "python -m m"
 
 
 def test_a_result_names_the_commit_that_it_ran_from_and_whether_the_code_was_another(
@@ -94,10 +94,10 @@ def test_into_a_file_progress_is_told_at_once_and_then_seldom(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(result_file.time, "monotonic", lambda: now)
-    say = Progress()
+    log = Progress()
     for line, now in (("first", 100.0), ("too soon", 109.0), ("later", 110.0)):  # noqa: B007 - the lambda above tells it
-        say(line)
-    say.end()
+        log(line)
+    log.end()
     assert capsys.readouterr().err == "first\nlater\n"
 
 
@@ -105,8 +105,8 @@ def test_on_a_terminal_every_line_replaces_the_last(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    say = Progress()
-    say("one")
-    say("two")
-    say.end()
+    log = Progress()
+    log("one")
+    log("two")
+    log.end()
     assert capsys.readouterr().err == "\r\x1b[Kone\r\x1b[Ktwo\n"

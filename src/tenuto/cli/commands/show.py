@@ -147,7 +147,8 @@ def _about(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, 
         yield "saved by", _joined(saved_by)
     yield "parent", str(manifest.parent) if manifest.parent else "none: begun from nothing"
     if manifest.progress:
-        yield "progress", ", ".join(f"{name} {_short(value)}" for name, value in _counts(manifest.progress))
+        counts = {name: value for name, value in manifest.progress.items() if name not in ("data", "alike")}
+        yield "progress", ", ".join(f"{name} {_short(value)}" for name, value in counts.items())
     cursor, alike = (manifest.progress.get(name) for name in ("data", "alike"))
     if isinstance(cursor, Mapping):
         yield "data", f"{cursor.get('used')} of {cursor.get('samples')} samples of epoch {cursor.get('epoch')} are used"
@@ -161,10 +162,6 @@ def _about(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, 
     kinds = [note.kind for note in notes if note.kind != "metric"]
     if kinds:
         yield "noted", ", ".join(kinds)
-
-
-def _counts(progress: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in progress.items() if name not in ("data", "alike"))
 
 
 def _unlogged(manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,15 @@ class TimingRow:
 
 def show_timing(repo: Repo, run: str, only: CheckpointId | None, *, json: bool) -> None:
     """Prints the checkpoints of `run`, oldest first, or `only` one."""
-    ids = [only] if only is not None else list(_committed(repo, run))
+    ids = (
+        [only]
+        if only is not None
+        else [
+            CheckpointId(run, attempt, step)
+            for attempt in sorted(repo.attempts(run))
+            for step in sorted(repo.committed(run, attempt))
+        ]
+    )
     rows = [row for id in ids if (row := _row(repo, id)) is not None]
     if json:
         output.document("timing", {"where": repo.url, "run": run, "checkpoints": [row.json() for row in rows]})
@@ -63,12 +71,6 @@ def show_timing(repo: Repo, run: str, only: CheckpointId | None, *, json: bool) 
             output.line(text)
     if all(row.timing is None for row in rows):
         output.story("none of them says where the time of its save went")
-
-
-def _committed(repo: Repo, run: str) -> Iterator[CheckpointId]:
-    for attempt in sorted(repo.attempts(run)):
-        for step in sorted(repo.committed(run, attempt)):
-            yield CheckpointId(run, attempt, step)
 
 
 def _row(repo: Repo, id: CheckpointId) -> TimingRow | None:

@@ -106,7 +106,9 @@ def _text(node: Json) -> str:
     if kind == "":
         return repr(node)
     if kind in KEYED or kind in NAMED:
-        inside = ", ".join(f"{_key(key)}: {_text(value)}" for key, value in items(node))
+        inside = ", ".join(
+            f"{key if isinstance(key, str) else _text(key)}: {_text(value)}" for key, value in items(node)
+        )
         return "{" + inside + "}"
     if kind == "list":
         return "[" + ", ".join(map(_text, node)) + "]"
@@ -123,10 +125,6 @@ def _text(node: Json) -> str:
     if kind == OWN:
         return "each rank's own"
     return kind
-
-
-def _key(key: Json) -> str:
-    return key if isinstance(key, str) else _text(key)
 
 
 def columns(found: Sequence[TreeLine], spread: Mapping[str, str] | None = None) -> list[str]:

@@ -20,15 +20,12 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict
 
 def findings(state: Mapping[str, Any]) -> Findings:
     """Reads flags only: touches no tensor, synchronises no device."""
-    reasons = tuple(_nondeterminism()) if _uses_accelerator() else ()
-    caveats = tuple(_unsaved(list(_modules(state))))
+    accelerated = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    reasons = tuple(_nondeterminism()) if accelerated else ()
+    caveats = tuple(_unsaved(state))
     if not any(isinstance(value, torch.optim.Optimizer) for value in state.values()):
         caveats += ("no torch optimizer is an entry of the state",)
     return Findings(reasons, caveats, _settings(), {"torch": str(torch.__version__), "cuda": torch.version.cuda})
-
-
-def _uses_accelerator() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def _nondeterminism() -> Iterator[str]:
@@ -48,14 +45,10 @@ def _settings() -> dict[str, Any]:
     }
 
 
-def _modules(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, value in state.items():
-        if isinstance(value, torch.nn.Module):
-            yield str(name), value
-
-
-def _unsaved(modules: list[tuple[str, torch.nn.Module]]) -> Iterator[str]:
-    for name, module in modules:
+def _unsaved(state: Mapping[str, Any]) -> Iterator[str]:
+    for name, module in state.items():
+        if not isinstance(module, torch.nn.Module):
+            continue
         if _lays_buckets_anew(module):
             yield (
                 f"{name}: DistributedDataParallel lays gradients into buckets anew after a process's first step, so "

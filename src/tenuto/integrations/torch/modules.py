@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -54,15 +55,11 @@ def settling(module: nn.Module) -> list[Callable[[], Any]]:
     """Returns the functions that put parameters back into their shards where a forward pass left them gathered. No rank
     waits for another."""
     return [
-        _called(hook, one)
+        partial(hook, one, "", False)
         for one in module.modules()
         for hook in one._state_dict_pre_hooks.values()
         if is_its_own(hook)
     ]
-
-
-def _called(hook: Callable[..., Any], module: nn.Module) -> Callable[[], Any]:
-    return lambda: hook(module, "", False)
 
 
 def settle(module: nn.Module) -> None:
@@ -205,11 +202,8 @@ def overrides(module: nn.Module, *names: str) -> bool:
 
 def _saves_its_own_way(module: nn.Module) -> bool:
     hooks = bool(module._state_dict_hooks) or others(module._state_dict_pre_hooks.values())
-    return hooks or overrides(module, "state_dict", "_save_to_state_dict", "get_extra_state") or _has_extra(module)
-
-
-def _has_extra(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+    has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
+    return hooks or has_extra or overrides(module, "state_dict", "_save_to_state_dict")
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:
@@ -438,10 +432,6 @@ def _in_place(
             tensors.restore(one.value, theirs.pop(one.name), where, restorer)
         else:
             _extra(module, one, theirs.pop(one.name), where, restorer)
-    _add_unexpected(theirs, path, restorer)
-
-
-def _add_unexpected(theirs: dict[str, Json], path: str, restorer: Restorer) -> None:
     restorer.unexpected.extend(where for name in theirs if restorer.takes(where := join(path, escape(name))))
 
 

@@ -353,7 +353,7 @@ class ReplayPosition(CountedPosition):
             batches = self._with_seeded_workers()
         else:
             if cold:
-                self._worker_seed = self._seed_source().get_state()
+                self._worker_seed = (self._data.generator or torch.default_generator).get_state()
             batches = iter(self._loader)
         self._started_workers = True
         self._passed_over = self._indices.begin()
@@ -372,9 +372,6 @@ class ReplayPosition(CountedPosition):
             return iter(self._loader)
         finally:
             self._loader.generator = before
-
-    def _seed_source(self) -> torch.Generator:
-        return self._data.generator if self._data.generator is not None else torch.default_generator
 
     def _own_states(self) -> tuple[torch.Tensor, ...]:
         return tuple(generator.get_state() for generator in self._own)

@@ -459,7 +459,7 @@ class _Plan:
             arguments["param_groups"] = [called(options) | {"params": source} for options, source in groups]
             self._unchanged.carry_over(arguments, optimizer, self._groups)
             values = arguments["state"]
-            arguments["state"] = {key: _copied(value) for key, value in values.items()}
+            arguments["state"] = {key: dict(value) if type(value) is dict else value for key, value in values.items()}
             optimizer.load_state_dict(arguments)
             for number, (parameter, _) in enumerate(self._by_mark.values()):
                 _undo_casts(optimizer.state.get(parameter), values.get(number))
@@ -476,10 +476,6 @@ def _subclasses(present: Any) -> Any:
 
 def _is_subclass(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_dtensor(value) and tensors.is_subclass(value)
-
-
-def _copied(value: Any) -> Any:
-    return dict(value) if type(value) is dict else value
 
 
 def _filled(now: Any, entry: dict[Any, Thunk] | Thunk) -> Any:

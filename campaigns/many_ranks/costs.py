@@ -1,5 +1,7 @@
-"""What each phase costs the coordinator, and each other rank: bytes, and seconds of the processor, so that a busy
-machine is told as a quiet one."""
+"""Measures what each phase costs the coordinator and each other rank: bytes, and processor seconds.
+
+Processor seconds are the same on a busy machine as on a quiet one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tenuto.store.contract import Content
 from tenuto.store.memory import MemoryStore
 
 
-class CountedBoard(InProcessKVStore):
+class CountedKVStore(InProcessKVStore):
     """Counts the bytes that are put and read."""
 
     def __init__(self) -> None:
@@ -74,7 +76,7 @@ class Phase:
     coordinator_bytes: int = 0
     others_bytes: int = 0
 
-    def told(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if self.coordinator:
             found |= {"coordinator_ms": _ms(sum(self.coordinator)), "coordinator_board_bytes": self.coordinator_bytes}
@@ -88,10 +90,10 @@ class Phase:
         return found
 
 
-class Account:
+class Costs:
     """Phases by name, in the order in which they were met."""
 
-    def __init__(self, kv_store: CountedBoard) -> None:
+    def __init__(self, kv_store: CountedKVStore) -> None:
         self._kv_store = kv_store
         self.phases: dict[str, Phase] = {}
 
@@ -111,8 +113,8 @@ class Account:
             phase.others.append(took)
             phase.others_bytes += moved
 
-    def told(self) -> dict[str, Any]:
-        return {name: phase.told() for name, phase in self.phases.items()}
+    def json(self) -> dict[str, Any]:
+        return {name: phase.json() for name, phase in self.phases.items()}
 
 
 def _ms(seconds: float) -> float:

@@ -1,7 +1,7 @@
-"""One rank acts at a time, and which one comes next is drawn from a seed: an interleaving that is the same each time.
+"""Lets one rank act at a time, the next one drawn from a seed, so that an interleaving can be repeated.
 
-Ranks are threads here. Each gives up its turn before every call to the disk and to the ranks' board, and when it
-sleeps; who sleeps is woken by whatever comes to the board, or, once nobody can act, by a clock that then goes on.
+Ranks are threads here. Each yields before every call to the disk and to the ranks' key-value store, and when it sleeps.
+A sleeping rank wakes when a key is put or, once no rank can act, when the clock advances.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEEP: Final = 0.92
 
 
 @dataclass
-class Beside(Generic[R]):
+class Background(Generic[R]):
     """Something that a rank has done in another thread of its own."""
 
     found: R | None = None
@@ -33,7 +33,7 @@ class Beside(Generic[R]):
     over: bool = False
 
 
-class Turns:
+class Scheduler:
     """`kind`: every next rank is as likely as any other; one is preferred, until that changes; whoever acts goes on for
     long. `acts` is called with the number of whoever gets the turn, whenever somebody does."""
 
@@ -72,9 +72,9 @@ class Turns:
         for thread in self._beside:
             thread.join(HANGS_S)
 
-    def beside(self, work: Callable[[], R]) -> Beside[R]:
+    def in_background(self, work: Callable[[], R]) -> Background[R]:
         """Has it done in the name of whoever has the turn, who goes on meanwhile. Turns are passed among them all."""
-        held: Beside[R] = Beside()
+        held: Background[R] = Background()
         with self._changed:
             acting, number = self.number, -1 - len(self._whose)
             self._whose[number] = self._whose.get(acting, acting)
@@ -84,7 +84,7 @@ class Turns:
         thread.start()
         return held
 
-    def done(self, held: Beside[R]) -> R:
+    def done(self, held: Background[R]) -> R:
         """What came of it, when it is over. Raises what it raised."""
         while not held.over:
             self.sleep(self.number, HANGS_S)
@@ -99,7 +99,7 @@ class Turns:
         assert acting is not None, "somebody acts"
         return acting
 
-    def _help(self, number: int, work: Callable[[], R], held: Beside[R]) -> None:
+    def _help(self, number: int, work: Callable[[], R], held: Background[R]) -> None:
         self._own.number = number
         with self._changed:
             self._await(number)

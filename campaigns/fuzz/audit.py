@@ -1,4 +1,4 @@
-"""What a reader must not do while it reads: take much memory or time, touch files, start programs, unpickle."""
+"""Catches what a reader must not do: take much memory or time, touch files, start programs, unpickle."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         _done.append(f"{event} {arguments[0]!r}"[:300])
 
 
-def _reading_alone(event: str, arguments: tuple[Any, ...]) -> bool:
+def _is_read(event: str, arguments: tuple[Any, ...]) -> bool:
     if event == "open":
         return _is_code(arguments)
     return str(arguments[0]).startswith(_IMPORTED_WHERE_USED)
@@ -90,7 +90,7 @@ def watched(run: Callable[[bytes], None], data: bytes, *, memory: bool = True) -
         tracemalloc.start()
     began = time.perf_counter()
     try:
-        with recording(_reading_alone) as done:
+        with recording(_is_read) as done:
             run(data)
     finally:
         seconds = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""A repository in several places, as ranks of these recordings have it, and what of it an operator finds."""
+"""Sets up a repository in several places for ranks, and checks what an operator finds of it after a crash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tenuto.testing.simulated_disk import SimulatedDisk
 
 
 @dataclass(frozen=True)
-class Kept:
+class Replicated:
     """`others`: places beside the home, the directories of so many nodes (`per_node`), or as many further copies."""
 
     others: int
@@ -52,13 +52,13 @@ class Kept:
         return not self.per_node and self.copies == 1 + self.others
 
 
-class KeptChecker(Checker):
+class ReplicatedChecker(Checker):
     """As any, and that checkpoints are found where so many places are lost as there are further copies: never the home,
     without which nothing is. Where all have everything, each is a repository of its own."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, replicated: Replicated) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept = replicated
 
     def __call__(self, disk: SimulatedDisk, expected: Expected) -> list[str]:
         return [*super().__call__(disk, expected), *self._elsewhere(disk, expected)]

@@ -1,5 +1,7 @@
-"""I11: an old job that was cut off and comes back, when another has claimed the run and committed. Nothing that it
-does then counts, and nothing of it completes a save of the other."""
+"""Checks I11 for an old job that was cut off and resumes after another has claimed the run and committed.
+
+Nothing that the old job does then counts, and nothing of it completes a save of the other.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from campaigns.rank_phases.cells import (
     committed,
     differences,
 )
-from campaigns.rank_phases.in_time import TIMEOUT_S
+from campaigns.rank_phases.deadlines import TIMEOUT_S
 from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.maintenance.verify import execute, plan_verify
 from tenuto.repo.repository import Repo
@@ -71,7 +73,7 @@ class CutOff:
     def __exit__(self, *error: object) -> None:
         self.job.__exit__(*error)
 
-    def stands_still(self) -> str:
+    def is_stopped(self) -> str:
         """Waits until the coordinator is stopped, and stops the others where all are to be. What went wrong, or ""."""
         until = time.monotonic() + PATIENCE_S
         while not _stopped(self.job.pids[0]):
@@ -83,7 +85,7 @@ class CutOff:
                 self.job.send(rank, signal.SIGSTOP)
         return ""
 
-    def comes_back(self) -> bool:
+    def resume(self) -> bool:
         """Whether all of it have ended after that."""
         for rank in set(self.job.pids) - self.job.ended.keys():
             self.job.send(rank, signal.SIGCONT)
@@ -107,7 +109,7 @@ def judge_cut(cut: Cut, start: Path, place: Path, world: int) -> Outcome:
 
 
 def _faults(old: CutOff, world: int) -> Iterator[str]:
-    wrong = old.stands_still()
+    wrong = old.is_stopped()
     if wrong:
         yield wrong
         return
@@ -118,7 +120,7 @@ def _faults(old: CutOff, world: int) -> Iterator[str]:
             return
     yield from differences(old.place)
     after = committed(old.place)
-    if not old.comes_back():
+    if not old.resume():
         yield f"the old job does not end: {old.job.ended}"
     if any(ended.status == 0 for ended in old.job.ended.values()):
         yield f"a superseded rank ended well: {old.job.ended}"

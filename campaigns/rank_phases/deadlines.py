@@ -1,9 +1,8 @@
-"""In time: how long after a strike the others may take to raise, by what is promised of `ranks_timeout=`.
+"""Bounds the time that the other ranks may take to raise after a strike, as promised for `ranks_timeout=`.
 
-A rank that is dead or stopped is found out in half of that time; where the place at which ranks meet is lost, each
-gives up when its own wait has come to its deadline; a question that was on its way there has to be given up before. A
-machine that is busy is later by what it computes meanwhile: by some of what a job that nobody disturbs takes there,
-which each cell measures for itself, before its strike and after.
+A rank that is dead or stopped is detected in half of that time. Where the ranks' key-value store is lost, each rank
+gives up when its own wait reaches its deadline, after the request that was under way has been given up. A busy machine
+adds some of the time that an undisturbed job takes there, which each cell measures before its strike and after.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Times:
                     bound = f"{promised_s:.1f} s, and {self.slack_s:.1f} s for a machine that is as busy as this one"
                     yield f"rank {rank} {what} {seconds:.1f} s after the strike: {bound}"
 
-    def told(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Any]:
         return {
             "raised_s": {str(rank): round(seconds, 2) for rank, seconds in sorted(self.raised_s.items())},
             "left_s": {str(rank): round(seconds, 2) for rank, seconds in sorted(self.left_s.items())},

@@ -1,5 +1,7 @@
-"""What a person does with checkpoints, whoever trains: removes, brings back, points at them, collects garbage, copies
-directories. After every step everything is verified."""
+"""Does to checkpoints what an operator does: removes, undeletes, tags, collects garbage, copies directories.
+
+Everything is verified after every step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ counted: Counter[str] = Counter()
 """How often each rule has been at work, and how often a crash struck where: for the campaign's account."""
 
 
-class Keeping(RuleBasedStateMachine):
+class OperatorRules(RuleBasedStateMachine):
     """One history; a subclass says who trains, and owns which run."""
 
     runs: tuple[str, ...] = ("main",)
@@ -134,7 +136,7 @@ class Keeping(RuleBasedStateMachine):
     # -- what must hold --------------------------------------------------------------------------------------------
 
     @invariant()
-    def everything_is_as_the_model_says(self) -> None:
+    def everything_matches_the_model(self) -> None:
         counted["steps"] += 1
         self.world.operator()
         check_world(self.world, self.model, self.runs)

@@ -1,4 +1,4 @@
-"""Whether work goes on after a crash: a restarted job opens the place, claims, closes what was left, and saves."""
+"""Checks that a job can restart after a crash: it opens the place, claims the run, closes what was left, and saves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Check = Callable[[SimulatedDisk, Expected], list[str]]
 Restarted = Callable[[DiskImage, tuple[Mark, ...], int, str, Seeded], Recording]
 
 
-def go_on(
+def check_restart(
     recording: Recording, state: CrashState, check: Check, seed: int, seeded: Seeded, *, crashed: Restarted = crashed
 ) -> list[str]:
     """What is wrong after a restarted job, as `crashed` records it, has done its work on this disk."""
