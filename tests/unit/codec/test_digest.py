@@ -27,7 +27,7 @@ def test_chunks_of_a_length(length: int, chunks: int) -> None:
     assert chunk_starts(np.array([length, 1]), 256).tolist() == [0, chunks, chunks + 1]
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 1000)), max_size=12), st.integers(1, 700))
 def test_rows_equal_leaf_by_leaf(rows: list[tuple[int, int]], chunk_bytes: int) -> None:
     starts, lengths = [row[0] for row in rows], [row[1] for row in rows]
@@ -49,7 +49,7 @@ def test_a_row_outside_the_buffer_is_refused(start: int, length: int) -> None:
         digest_rows(BYTES, np.array([0, start]), np.array([1, length]), 256)
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(st.integers(0, 999), st.integers(0, 7))
 def test_a_flipped_bit_is_found_in_its_chunk(byte: int, bit: int) -> None:
     _, digests = digest_rows(BYTES, np.array([0]), np.array([1000]), 64)
