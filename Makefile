@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 
 .PHONY: setup demo test test-long lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
 
+# Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
+unexport PYTHONDONTWRITEBYTECODE
+
 setup: $(STAMP)
 
 # torch goes first and pinned: resolved after its dependents, pip pulls gigabytes of accelerator packages.
@@ -17,6 +20,9 @@ $(STAMP): pyproject.toml
 
 demo: setup
 	$(BIN)/tenuto demo
+
+# One thread of torch's for each of many small processes.
+test test-long: export OMP_NUM_THREADS = 1
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal

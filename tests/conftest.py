@@ -6,7 +6,8 @@ import signal
 import pytest
 from hypothesis import settings
 
-settings.register_profile("unhurried", parent=settings.default, deadline=None)  # a slow machine fails no example
+# A slow machine fails no example; searches for long are the campaigns'.
+settings.register_profile("unhurried", parent=settings.default, deadline=None, max_examples=50)
 settings.load_profile("unhurried")
 
 

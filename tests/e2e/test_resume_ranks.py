@@ -13,21 +13,24 @@ from campaigns.resume_ranks.cases import CASES, CONTROLS, QUICK, QUICK_CONTROLS,
 from campaigns.resume_ranks.judge import Life, differences, drawn, lives_of, order_of
 from support.campaign_slices import outcome_of, reported
 
+FEW = [name for name in QUICK if not CASES[name].same_ranks]
+"""Another number of ranks each time; the same one again is for the campaign."""
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("resume") / "out.json"
-    return reported(MODULE, [*QUICK, *QUICK_CONTROLS], out, 900)
+    return reported(MODULE, [*FEW, *QUICK_CONTROLS], out, 900)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", FEW)
 def test_r8_any_number_of_ranks_goes_on_with_what_was_saved(report: dict[str, Any], name: str) -> None:
     found = outcome_of(report, name)
     assert found["result"] == "as it has to be"
     assert found["steps"] >= 13 and found["tensors"] > 50
     if CASES[name].repeats:
         assert 0 < found["last_states_apart_by"] < 1e-4, "another order of sums, and nothing else"
-    assert any("sums over ranks" in one for one in found["certificate_says"]) is not CASES[name].same_ranks
+    assert any("sums over ranks" in one for one in found["certificate_says"])
 
 
 @pytest.mark.parametrize("name", QUICK_CONTROLS)

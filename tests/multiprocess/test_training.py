@@ -141,7 +141,10 @@ def digest(whole: Any) -> str:
     return hashlib.sha256(whole.tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("script", OF_RANKS)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(script, marks=[pytest.mark.long] if script == "ranks_fsdp2" else []) for script in OF_RANKS],
+)
 def test_an_example_that_is_killed_goes_on_on_other_numbers_of_ranks(tmp_path: Path, script: str) -> None:
     """Two ranks, one process, three ranks."""
     lives = Lives(script, tmp_path)

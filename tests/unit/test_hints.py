@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import tenuto
@@ -26,15 +27,17 @@ NO_HINT = {
 """Kinds that are raised without a hint, each with the reason; a StoreError only below `store`."""
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(SOURCES.rglob("*.py")):
-        yield str(path.relative_to(SOURCES)), ast.parse(path.read_text())
+@cache
+def trees() -> list[tuple[str, list[ast.AST]]]:
+    """Returns every node of each module, parsed once for all tests."""
+    paths = sorted(SOURCES.rglob("*.py"))
+    return [(str(path.relative_to(SOURCES)), list(ast.walk(ast.parse(path.read_text())))) for path in paths]
 
 
 def nodes(*below: str) -> Iterator[tuple[str, ast.AST]]:
-    for name, tree in trees():
+    for name, within in trees():
         if not below or name.partition("/")[0] in below:
-            for node in ast.walk(tree):
+            for node in within:
                 yield f"{name}:{getattr(node, 'lineno', 0)}", node
 
 

@@ -74,7 +74,7 @@ lengths = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(lengths, st.sampled_from(ACCESS), st.data())
 def test_every_range_of_every_leaf_is_its_bytes(lengths: list[int], how: str, data: st.DataObject) -> None:
     repo, manifest, index, leaves = saved(lengths)
@@ -97,7 +97,7 @@ def test_every_range_of_every_leaf_is_its_bytes(lengths: list[int], how: str, da
         assert sink.data.tobytes() == leaves[row][low:high]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(lengths.filter(any), st.sampled_from(ACCESS), st.data())
 def test_a_flipped_bit_in_any_chunk_is_found(lengths: list[int], how: str, data: st.DataObject) -> None:
     repo, manifest, index, leaves = saved(lengths)
@@ -128,7 +128,7 @@ def test_a_flipped_bit_in_any_chunk_is_found(lengths: list[int], how: str, data:
                     assert sink.data.tobytes() == leaves[row][low : low + 1]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(lengths.filter(any), st.sampled_from(ACCESS[:2]), st.data())
 def test_slices_are_their_bytes_until_a_bit_flips(lengths: list[int], how: str, data: st.DataObject) -> None:
     repo, manifest, index, leaves = saved(lengths)

@@ -14,7 +14,7 @@ from tenuto.model.leaf import LeafSpec
 CHUNK = 4096
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.sampled_from(["float32", "uint8", "float64"]), st.integers(0, 3000)), max_size=12),
     st.lists(st.integers(0, 60_000), max_size=6),

@@ -350,6 +350,6 @@ def test_i2_i4_i6_i7_i11_random_histories(machine):
 @pytest.mark.campaign
 @pytest.mark.skipif("not config.getoption('-m')", reason="a campaign: run with -m campaign")
 def test_i2_i4_i6_i7_i11_many_random_histories(machine):
-    chosen = settings(max_examples=1500, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+    chosen = settings(max_examples=750, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(machine, settings=chosen)
     assert machine.begun >= 1500

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tenuto.errors import UsageError
 from tenuto.model.leaf import Box
 
-many = settings(derandomize=True, deadline=None, max_examples=200)
+many = settings(derandomize=True, deadline=None, max_examples=100)
 lengths = st.integers(0, 4)
 
 

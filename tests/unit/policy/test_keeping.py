@@ -167,7 +167,7 @@ singles = st.one_of(st.just(Nothing()), latest_policies, best_policies, mileston
 policies = st.one_of(singles, st.builds(lambda one, other: one | other, singles, singles))
 
 
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(histories(), policies)
 def test_i7_retention_never_removes_what_is_protected(history, policy):
     removed = {verdict.id for verdict in policy.decide(history) if not verdict.keep}
@@ -179,7 +179,7 @@ def test_i7_retention_never_removes_what_is_protected(history, policy):
             assert facts.id not in removed
 
 
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(histories(), best_policies)
 def test_i7_best_judges_only_what_has_its_metric_or_is_older_than_one_that_has(history, policy):
     newest = max((facts.age_key for facts in history if "loss" in facts.metrics), default=(0, 0))
@@ -188,7 +188,7 @@ def test_i7_best_judges_only_what_has_its_metric_or_is_older_than_one_that_has(h
             assert verdict.keep
 
 
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(histories(), best_policies)
 def test_best_keeps_n_that_nothing_removed_beats_and_not_many_more(history, policy):
     sign = 1 if policy.mode == "min" else -1
@@ -204,7 +204,7 @@ def test_best_keeps_n_that_nothing_removed_beats_and_not_many_more(history, poli
     assert len(kept_ones) <= 2 * policy.n + extra
 
 
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(histories(), latest_policies)
 def test_latest_keeps_exactly_n_whole_ones_beside_the_protected(history, policy):
     whole = [facts for facts in history if not facts.suspect]
@@ -241,7 +241,7 @@ def test_removing_what_was_judged_and_judging_again_removes_nothing_more_of_the_
     assert all(verdict.keep for verdict in again)
 
 
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(derandomize=True, max_examples=40, deadline=None)
 @given(histories(), st.integers(1, 15))
 def test_every_span_that_has_a_whole_checkpoint_keeps_one(history, n):
     policy = keep.every(steps=n)

@@ -125,7 +125,7 @@ def test_a_user_writes_one_by_a_single_method():
     assert saved_steps(FirstTen() | every(steps=15), range(1, 31)) == [*range(1, 11), 15, 30]
 
 
-@settings(derandomize=True, max_examples=100)
+@settings(derandomize=True, max_examples=50)
 @given(st.integers(1, 50), st.integers(0, 60))
 def test_wherever_one_starts_the_saved_steps_are_the_same(interval, start):
     """Ranks and attempts that join at any step agree on what `every(steps=)` saves."""
@@ -183,7 +183,7 @@ def test_what_makes_no_sense_of_metrics_is_refused():
 losses = st.lists(st.one_of(st.just(math.nan), st.sampled_from([math.inf, -math.inf]), st.floats(-9, 9)), max_size=30)
 
 
-@settings(derandomize=True, max_examples=100)
+@settings(derandomize=True, max_examples=50)
 @given(losses, st.sampled_from(["min", "max"]))
 def test_what_improve_saves_is_strictly_better_each_time_and_ends_at_the_best(values, mode):
     saved = []

@@ -109,7 +109,7 @@ def test_alone_a_wish_is_met_at_once() -> None:
 EVENTS = st.tuples(st.sampled_from(["step", "step", "hear", "wish"]), st.integers(0, 3))
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(derandomize=True, max_examples=150, deadline=None)
 @given(st.lists(EVENTS, max_size=60), st.integers(2, 4))
 def test_all_ranks_save_at_the_same_step_or_none_does(events: list[tuple[str, int]], world_size: int) -> None:
     """Ranks step, wish and hear of proposals in any order; who has promised stops at the step until all have answered.

@@ -60,7 +60,7 @@ def shared_tree(index: Index) -> Any:
     return tree_of(tuple(spec for spec in index.specs if not spec.private))
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=50, derandomize=True, deadline=None)
 @given(indexes())
 def test_an_index_comes_back_as_it_was(index: Index) -> None:
     data = encode_index(index, ID)
@@ -75,7 +75,7 @@ def test_an_index_comes_back_as_it_was(index: Index) -> None:
     assert encode_index(index, ID, ShapeRows.of(index.specs)) == data
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(indexes(), st.data())
 def test_a_damaged_index_that_reaches_the_parser_is_an_error_or_reads_within_bounds(
     index: Index, data: st.DataObject

@@ -35,7 +35,7 @@ states = st.recursive(
 ).map(lambda found: {"root": found, "w": np.zeros(2)})
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=50)
 @given(states, st.sampled_from([1, 7, 1 << 16]))
 def test_a_leaf_found_in_the_text_is_the_one_in_the_tree(state: Any, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

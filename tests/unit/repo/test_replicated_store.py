@@ -954,6 +954,7 @@ def test_where_nobody_listens_what_goes_wrong_is_a_warning() -> None:
     other.fail(StoreFull("no space"), "put")
     with pytest.warns(UserWarning, match="no space"):
         Mirror(home, other, copies=1).put_if_absent(PACK, Bytes(b"data"), token="t0")
+    assert (home.get(PACK, limit=10), PACK in other.objects) == (b"data", False)
 
 
 @pytest.mark.filterwarnings("error")

@@ -34,7 +34,7 @@ def columns(plan: ReadPlan, number: int) -> tuple[int, ...]:
     return tuple(int(column[number]) for column in (chunks.want, chunks.start, chunks.size, chunks.offset))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, 900), st.booleans()), max_size=40),
     st.sampled_from([64, 256, 1024]),
@@ -79,7 +79,7 @@ def test_every_wanted_byte_is_read_once(leaves: list[tuple[int, bool]], task_byt
     assert not seen
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from([0, 10, 63, 64, 65, 1000, 20_000]), st.booleans()), max_size=40))
 def test_a_run_is_one_leaf_or_several_small_ones_without_a_hole(leaves: list[tuple[int, bool]]) -> None:
     lengths = [length for length, _ in leaves]
@@ -116,7 +116,7 @@ def test_pieces_of_each_row() -> None:
     assert row.tolist() == [1, 1, 2, 3, 3, 3] and start.tolist() == [0, 4, 0, 0, 4, 8]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2000)), min_size=1, max_size=12),
     st.sampled_from([64, 256, 1024]),

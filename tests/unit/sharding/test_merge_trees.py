@@ -192,7 +192,7 @@ def built(shape: Any) -> Any:
     return [*map(built, shape)] if isinstance(shape, list) else {key: built(value) for key, value in shape.items()}
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=75)
 @given(st.lists(st.dictionaries(names, states, max_size=3), min_size=1, max_size=4))
 def test_the_union_has_every_ranks_leaves(shapes: list[Any]) -> None:
     """Of states as they are flattened; where two ranks cannot be one, that is said."""

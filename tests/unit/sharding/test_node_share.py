@@ -25,7 +25,7 @@ def covered(pack: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return found
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(ranges, min_size=2, max_size=5))
 def test_what_is_wanted_twice_is_in_one_block_of_one_who_wants_it(found: list[list[tuple[int, int, int]]]) -> None:
     said = [asked(one) for one in found]

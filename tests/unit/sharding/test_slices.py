@@ -45,7 +45,7 @@ def gathered(array: np.ndarray[Any, Any], found: Region, block_bytes: int) -> np
     return out.reshape(found.shape)
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=75)
 @given(asked(), st.sampled_from([8, 24, 400, 1 << 20]))
 def test_a_region_is_what_numpy_gives(wanted: tuple[tuple[int, ...], Any], block_bytes: int) -> None:
     shape, key = wanted
@@ -63,7 +63,7 @@ def test_a_region_is_what_numpy_gives(wanted: tuple[tuple[int, ...], Any], block
         assert np.array_equal(array.reshape(-1)[found.first : found.first + found.size], expected.reshape(-1))
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(asked())
 def test_no_wide_gap_is_read(wanted: tuple[tuple[int, ...], Any]) -> None:
     """Between two bytes that are wanted and read at once lie fewer than GAP that are not."""

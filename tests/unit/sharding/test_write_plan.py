@@ -96,7 +96,7 @@ def test_replicas_fill_up_what_shards_leave_uneven() -> None:
     assert loads(held, assign(held, world_size=4), 4) == [8 << 20] * 4
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(
     st.integers(2, 24),
     st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 700)), min_size=1, max_size=20),
@@ -141,7 +141,7 @@ def test_sets_of_ranks_that_cross_are_evened_out(ranks: int, data: st.DataObject
     assert max(found) <= 1.05 * max(best) + CHUNK_BYTES
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 200))
 def test_what_is_poured_fills_the_lowest_first(loads: list[int], amount: int) -> None:
     found = poured(np.array([loads]), np.array([amount]))[0].tolist()

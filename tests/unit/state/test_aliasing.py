@@ -27,7 +27,7 @@ def _firsts(addresses: list[int], geometries: list[Geometry], boundary: int) -> 
     return [*shared, *(boundary + position for position in private)]
 
 
-@settings(derandomize=True, max_examples=400)
+@settings(derandomize=True, max_examples=200)
 @given(leaves, st.data())
 def test_an_arrangement_holds_exactly_where_each_leaf_by_itself_says_so(
     found: list[tuple[int, Geometry]], data: st.DataObject

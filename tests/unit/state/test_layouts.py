@@ -33,7 +33,7 @@ def numbered(shape: tuple[int, ...]) -> Any:
 
 
 @given(SHAPES, st.data())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_a_flat_range_is_the_same_elements_in_boxes(whole: tuple[int, ...], data: st.DataObject) -> None:
     total = prod(whole)
     begin = data.draw(st.integers(0, total))
@@ -46,7 +46,7 @@ def test_a_flat_range_is_the_same_elements_in_boxes(whole: tuple[int, ...], data
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 4), SHAPES, st.data())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_fused_parameters_are_cut_each_by_itself(
     widths: list[int], of: int, shape: tuple[int, ...], data: st.DataObject
 ) -> None:
@@ -67,7 +67,7 @@ def test_fused_parameters_are_cut_each_by_itself(
 
 
 @given(SHAPES, st.data())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_spans_along_several_dimensions_cross(whole: tuple[int, ...], data: st.DataObject) -> None:
     spans = {}
     for dim in data.draw(st.sets(st.integers(0, len(whole) - 1))):

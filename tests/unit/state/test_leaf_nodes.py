@@ -47,7 +47,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 trees = st.recursive(leaves | atoms, containers, max_leaves=12)
 
 
-@settings(derandomize=True, deadline=None, max_examples=250)
+@settings(derandomize=True, deadline=None, max_examples=125)
 @given(trees)
 def test_the_usual_way_finds_what_the_strict_way_finds(tree: Any) -> None:
     before = copy.deepcopy(tree)

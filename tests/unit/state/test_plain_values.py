@@ -106,13 +106,13 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 @given(plain)
 def test_a_plain_value_comes_back_exactly(value: Any) -> None:
     assert same(value, through_json(value))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.frozensets(
         hashable.filter(lambda one: not (isinstance(one, float | complex) and one != one)),

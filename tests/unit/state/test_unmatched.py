@@ -30,7 +30,7 @@ def named(one: Unmatched | None, packed: bytes | None = None) -> list[str]:
     return [] if one is None else one.named(one.untaken if packed is None else packed)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(Tree, st.data())
 def test_what_lies_at_or_below_a_path_is_left_over_with_it(tree: Any, data: st.DataObject) -> None:
     tree = {"!": "dict", "i": [["root", tree], ["rooted", 1]]}

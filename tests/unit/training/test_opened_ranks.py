@@ -68,7 +68,7 @@ def keys(shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_slice_is_what_numpy_gives(repo: Repo, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["rows", "columns", "bias", "none"]))

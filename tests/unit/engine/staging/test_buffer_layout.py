@@ -39,7 +39,7 @@ def fill(layout: BufferLayout, specs: list[LeafSpec], seed: int = 0) -> np.ndarr
     return image
 
 
-@settings(max_examples=120, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(SPECS, st.sampled_from([500_000, 7, 1]), st.sampled_from([64 << 20, 4096]))
 def test_any_leaves_make_whole_packs(specs: list[LeafSpec], max_leaves: int, max_header: int) -> None:
     layout = plan_layout(specs, rank=3, max_leaves=max_leaves, max_header=max_header)

@@ -103,7 +103,7 @@ LEAVES = st.lists(
 
 
 def test_progress_never_runs_ahead_of_the_bytes(arenas) -> None:
-    @settings(max_examples=60, derandomize=True, deadline=None)
+    @settings(max_examples=30, derandomize=True, deadline=None)
     @given(LEAVES, st.booleans())
     def run(leaves: list[tuple[str, int, int]], splits: bool) -> None:
         state = flattened(leaves, splits)
@@ -221,7 +221,7 @@ def test_leaves_worth_it_are_copied_as_one_part_beside_a_writer(arenas, monkeypa
 
 
 def test_nothing_is_written_before_it_is_admitted_and_the_longest_step_is_known(arenas) -> None:
-    @settings(max_examples=60, derandomize=True, deadline=None)
+    @settings(max_examples=30, derandomize=True, deadline=None)
     @given(LEAVES, st.booleans(), st.sampled_from([500_000, 3]))
     def run(leaves: list[tuple[str, int, int]], splits: bool, max_leaves: int) -> None:
         state = flattened(leaves, splits)

@@ -163,7 +163,7 @@ TENSORS = st.dictionaries(
 )
 
 
-@settings(max_examples=80, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(TENSORS, st.dictionaries(NAMES, NAMES, max_size=3), st.sampled_from([1, 8, 512, 4096]))
 def test_what_is_built_is_read_back(
     tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str], align: int
@@ -177,7 +177,7 @@ def test_what_is_built_is_read_back(
     assert header.length == len(block)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.data())
 def test_a_mutated_header_is_an_error_or_still_covers_the_file(data: st.DataObject) -> None:
     """Whatever single byte changes: an error of ours, or a header that safetensors, too, would accept."""

@@ -66,7 +66,7 @@ def _streamed(
     return packs, [whole[plan.start : plan.start + plan.length].tobytes() for plan in layout.packs]
 
 
-@settings(max_examples=80, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["f8", "f4", "u1", "i2"]), st.integers(0, 60_000)), max_size=12),
     st.sampled_from([3, 500_000]),

@@ -49,7 +49,7 @@ def rounds(taken: Sequence[Sequence[int]]) -> list[int]:
 # -- the sampler -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(
     length=st.integers(0, 60),
     ranks=st.integers(1, 7),
@@ -113,7 +113,7 @@ def test_a_rank_that_is_none_is_refused(rank: int | None, of: int | None) -> Non
         ResumableSampler(range(3), rank=rank, world_size=of)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=50, derandomize=True, deadline=None)
 @given(
     length=st.integers(1, 40),
     ranks=st.lists(st.integers(1, 5), min_size=2, max_size=4),
@@ -271,7 +271,7 @@ def check(length: int, lives: list[tuple[Make, int, int]]) -> list[tuple[int, li
     return steps
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=75, derandomize=True, deadline=None)
 @given(
     length=st.integers(1, 40),
     lives=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 9)), min_size=2, max_size=4),
@@ -314,7 +314,7 @@ def test_workers_that_fetch_ahead_are_not_counted() -> None:
     check(40, [(plain(2, **many), 2, 3), (plain(2, **many), 1, 3), (plain(2, **many), 1, 4), (plain(2), 3, 8)])
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(
     length=st.integers(1, 30),
     lives=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 5)), min_size=2, max_size=3),

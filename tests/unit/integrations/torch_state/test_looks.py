@@ -135,7 +135,7 @@ def test_what_changes_the_structure_is_seen(change: Callable[[State], None]) -> 
     assert flattener.full_walks == 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([*UNCHANGED.values(), *CHANGED.values()]), max_size=6))
 def test_the_quick_look_is_the_full_one(changes: list[Callable[[State], None]]) -> None:
     state = make()

@@ -497,7 +497,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(values, min_size=2, max_size=5))
 def test_any_state_looked_at_again_equals_a_full_look(shapes: list[Any]) -> None:
     """One state turns into another and another: the kept flattener never tells anything that a full look would not."""
