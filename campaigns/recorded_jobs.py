@@ -205,11 +205,11 @@ class Job:
         captured = threading.Event()
         taken: list[Save] = []
 
-        def tell(save: Save) -> None:
+        def report(save: Save) -> None:
             if save.committed:
                 self.mark("acknowledged", save.id)
 
-        saver = _Waiting(self.repo, attempt.run, in_flight=len(steps), on_end=tell, captured=captured)
+        saver = _Waiting(self.repo, attempt.run, in_flight=len(steps), on_end=report, captured=captured)
         saver.attempt = attempt
         try:
             for step in steps:

@@ -171,14 +171,14 @@ def summary(outcomes: list[Outcome], hunted: list[Hunted]) -> dict[str, Any]:
         "call_sites_by_phase_struck": len({(o.site.line, o.site.call, o.site.phase) for o in reached if o.site}),
         "outcomes": dict(Counter(outcome.kind for outcome in outcomes).most_common()),
         "outcomes_by_way": {way: dict(kinds.most_common()) for way, kinds in by_way.items()},
-        "violations": [_told(outcome) for outcome in outcomes if outcome.violations],
+        "violations": [_described(outcome) for outcome in outcomes if outcome.violations],
         "bugs_seeded": len(hunted),
         "bugs_seen": sum(found.caught for found in hunted),
         "bugs": [asdict(found) for found in hunted],
     }
 
 
-def _told(outcome: Outcome) -> dict[str, Any]:
+def _described(outcome: Outcome) -> dict[str, Any]:
     return {"case": asdict(outcome.case), "site": str(outcome.site), "violations": outcome.violations}
 
 

@@ -13,8 +13,8 @@ from functools import cache
 from unittest import mock
 
 from campaigns.faulty_disk.faults import FLUSHES, WAYS, FailingDisk, Site, lost
-from campaigns.faulty_disk.judge import judge_disk, judge_restart, judge_told, judge_wait
-from campaigns.faulty_disk.training import ELEMENTS, OWN_CALLS, State, Told, Training
+from campaigns.faulty_disk.judge import judge_disk, judge_observed, judge_restart, judge_wait
+from campaigns.faulty_disk.training import ELEMENTS, OWN_CALLS, Observed, State, Training
 from campaigns.recorded_jobs import RUN, quiet, save_stages, state_at
 from campaigns.scenarios import NOTHING, Seeded, silent_threads
 from campaigns.simulated_processes import Processes
@@ -162,7 +162,7 @@ def run_case(case: Case, seeded: Seeded = NOTHING) -> Outcome:
     _end(process)
     violations = [*judge_wait(told, failing, stuck)]
     if stuck is None or case.comes_back:
-        violations += judge_told(told, failing)
+        violations += judge_observed(told, failing)
     image = lost(disk.image(), failing.losses)
     violations += judge_disk(SimulatedDisk.holding(image), base.states, base.newest, told)
     _processes.start()
@@ -259,7 +259,7 @@ def _end(process: int) -> None:
     exit_status._ending.closers.clear()
 
 
-def _kind(told: Told, disk: FailingDisk, stuck: str | None) -> str:
+def _kind(told: Observed, disk: FailingDisk, stuck: str | None) -> str:
     """In words: what came of the fault."""
     if disk.struck is None:
         return "not reached"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from campaigns.faulty_disk.faults import FailingDisk
-from campaigns.faulty_disk.training import KEPT, ONCE, OWN_CALLS, State, Told, Training, equal
+from campaigns.faulty_disk.training import KEPT, ONCE, OWN_CALLS, Observed, State, Training, equal
 from campaigns.recorded_jobs import RUN
 from campaigns.restart_check import left_of
 from tenuto.engine.read import choose
@@ -33,7 +33,7 @@ GOES_ON: Final = ("save", "note", "beat")
 BEFORE_TRAINING: Final = ("construct", "restore", "claim")
 
 
-def judge_told(told: Told, disk: FailingDisk) -> Iterator[str]:
+def judge_observed(told: Observed, disk: FailingDisk) -> Iterator[str]:
     """What the training was told, against what it was asked to do about errors."""
     for phase, error in told.raised:
         if not isinstance(error, TenutoError):
@@ -54,7 +54,7 @@ def judge_told(told: Told, disk: FailingDisk) -> Iterator[str]:
     yield from _judge_recovery(told, disk)
 
 
-def _judge_exit(told: Told) -> Iterator[str]:
+def _judge_exit(told: Observed) -> Iterator[str]:
     """The exit status tells whether the newest save committed."""
     loud = told.raised_in(*BEFORE_TRAINING, "close")
     if not told.closed:
@@ -68,7 +68,7 @@ def _judge_exit(told: Told) -> Iterator[str]:
         yield f'step {told.due} was to be saved and is not, on_error is "raise", and nothing was raised'
 
 
-def _judge_recovery(told: Told, disk: FailingDisk) -> Iterator[str]:
+def _judge_recovery(told: Observed, disk: FailingDisk) -> Iterator[str]:
     """A fault that strikes once costs one save at most: the last one commits, unless it is the one that was struck."""
     way = disk.way
     if disk.struck is None or way is None or way.stays or way.blocks or not told.claimed:
@@ -80,7 +80,7 @@ def _judge_recovery(told: Told, disk: FailingDisk) -> Iterator[str]:
         yield f"a passing fault cost the save {lost[0]}"
 
 
-def judge_wait(told: Told, disk: FailingDisk, stuck: str | None) -> Iterator[str]:
+def judge_wait(told: Observed, disk: FailingDisk, stuck: str | None) -> Iterator[str]:
     """A training that met a call that hangs: what it waits for without a deadline, and what `close` said."""
     if stuck is not None and stuck not in OWN_CALLS:
         yield f"{stuck} waits without a deadline for a call that hangs: {disk.struck}"
@@ -90,7 +90,7 @@ def judge_wait(told: Told, disk: FailingDisk, stuck: str | None) -> Iterator[str
 
 
 def judge_disk(
-    disk: SimulatedDisk, before: dict[CheckpointId, State], newest: CheckpointId | None, told: Told
+    disk: SimulatedDisk, before: dict[CheckpointId, State], newest: CheckpointId | None, told: Observed
 ) -> Iterator[str]:
     """The healthy disk that the fault left. `before`: the checkpoints that were there, `newest` of them `latest`."""
     store = LocalStore(PLACE, filesystem=disk, create=False)

@@ -41,7 +41,7 @@ State = dict[str, Any]
 
 
 @dataclass
-class Told:
+class Observed:
     """What the training was told. `begun`: the states of saves, by id. `raised`: what came out of each phase."""
 
     on_error: str
@@ -76,11 +76,11 @@ class Training:
     phase: str = "construct"
     phases: int = 0
     """How many have been begun."""
-    told: Told = field(init=False)
+    told: Observed = field(init=False)
     state: State = field(init=False)
 
     def __post_init__(self) -> None:
-        self.told = Told(self.on_error)
+        self.told = Observed(self.on_error)
         self.state = state_at(self.seed, 0, 0, elements=ELEMENTS)
 
     def emit(self, event: Event) -> None:
@@ -96,7 +96,7 @@ class Training:
         elif isinstance(event, Removed):
             told.removed.append(event.id)
 
-    def run(self) -> Told:
+    def run(self) -> Observed:
         """The whole program. Raises nothing that is an Exception."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

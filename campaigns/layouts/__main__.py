@@ -43,8 +43,8 @@ def main() -> None:
     caught = sum(one.caught for one in bugs)
     counts = {
         "pairs": real.pairs + threads.pairs,
-        "over_processes": real.told(),
-        "over_simulated_ranks": threads.told(),
+        "over_processes": real.summary(),
+        "over_simulated_ranks": threads.summary(),
         "bugs_seeded": len(bugs),
         "bugs_caught": caught,
         "bugs": [asdict(one) for one in bugs],

@@ -60,7 +60,7 @@ class Tally:
         else:
             self.by_dtype.update({leaf.dtype for leaf in pair.leaves})
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         return {
             "pairs": self.pairs,
             "restores_of_one_rank": self.restores,

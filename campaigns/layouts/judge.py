@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from campaigns.layouts.states import PLAIN, Pair, full_tensors
-from campaigns.layouts.trainings import alone
+from campaigns.layouts.trainings import of_one_process
 from campaigns.layouts.truth import differences, digest
 from tenuto.api.open import open as open_checkpoint
 from tenuto.api.save_load import load
@@ -39,7 +39,7 @@ def _loaded(pair: Pair, truth: Mapping[str, Any], where: Where, step: int) -> li
         state = load(where, step=step).state
         found = {f"t/{name}": value for name, value in state["t"].items()}
     else:
-        training = alone(pair.trained, pair.other, fresh=pair.fresh)
+        training = of_one_process(pair.trained, pair.other, fresh=pair.fresh)
         state = {**training.state(), "plain": {}}
         load(where, state, step=step)
         found = training.read()

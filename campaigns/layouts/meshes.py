@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from campaigns.layouts.places import Held, Place, draw_mesh
+from campaigns.layouts.places import LocalPart, Place, draw_mesh
 from campaigns.layouts.truth import Leaf
 
 DTENSOR: Final = ("dtensor", "strided")
@@ -56,7 +56,7 @@ def meshes_of(places: Mapping[str, Place]) -> list[Key]:
     return [(place.how["sizes"], place.how["ranks"]) for place in places.values() if place.kind in DTENSOR]
 
 
-def hold_dtensor(place: Place, whole: torch.Tensor, meshes: Meshes) -> Held:
+def hold_dtensor(place: Place, whole: torch.Tensor, meshes: Meshes) -> LocalPart:
     """Cut by torch itself, on this process alone."""
     how = place.how
     mesh = meshes.get(how["sizes"], how["ranks"])
@@ -71,4 +71,4 @@ def hold_dtensor(place: Place, whole: torch.Tensor, meshes: Meshes) -> Held:
         local = local.clone(memory_format=torch.contiguous_format)
         around: Any = DTensor
         made = around(local, made._spec, requires_grad=False)
-    return Held(made, local)
+    return LocalPart(made, local)

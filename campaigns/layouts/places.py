@@ -31,7 +31,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalPart:
     """What one rank has of a leaf: what its state holds, and the tensor in it."""
 
     value: Any
@@ -60,15 +60,15 @@ def draw_place(chance: random.Random, leaf: Leaf, world: int, kind: str | None =
     return Place(kind, _DRAWN[kind](chance, leaf.shape, world) if kind in _DRAWN else {})
 
 
-def hold(place: Place, leaf: Leaf, whole: torch.Tensor, rank: int, world: int) -> Held | None:
+def hold(place: Place, leaf: Leaf, whole: torch.Tensor, rank: int, world: int) -> LocalPart | None:
     """What `rank` holds of `whole`; None where its state does not have the leaf. Memory of its own."""
     kind, how = place.kind, place.how
     if kind in ANYWHERE:
         if kind == "stage" and rank not in how["owners"]:
             return None
         local = whole.clone()
-        return Held(replicated(local) if kind == "replicated" else local, local)
-    made: Held | None = _MADE[kind](whole, rank, world, **how)
+        return LocalPart(replicated(local) if kind == "replicated" else local, local)
+    made: LocalPart | None = _MADE[kind](whole, rank, world, **how)
     return made
 
 
@@ -153,15 +153,15 @@ _DRAWN: Final = {
 # -- cut out -------------------------------------------------------------------------------------------------------
 
 
-def _at(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Held:
+def _at(whole: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> LocalPart:
     local = whole
     for dim, (begin, length) in enumerate(zip(offsets, shape, strict=True)):
         local = local.narrow(dim, begin, length)
     local = local.clone(memory_format=torch.contiguous_format)
-    return Held(shard(local, whole=tuple(whole.shape), offsets=offsets), local)
+    return LocalPart(shard(local, whole=tuple(whole.shape), offsets=offsets), local)
 
 
-def _rows(whole: torch.Tensor, rank: int, world: int, *, dim: int, edges: Sequence[int]) -> Held:
+def _rows(whole: torch.Tensor, rank: int, world: int, *, dim: int, edges: Sequence[int]) -> LocalPart:
     offsets, shape = [0] * whole.ndim, list(whole.shape)
     offsets[dim], shape[dim] = edges[rank], edges[rank + 1] - edges[rank]
     return _at(whole, offsets, shape)
@@ -175,7 +175,7 @@ def _grid(
     dims: Sequence[int],
     edges: Sequence[Sequence[int]],
     ranks: Sequence[int],
-) -> Held:
+) -> LocalPart:
     offsets, shape = [0] * whole.ndim, list(whole.shape)
     at = divmod(ranks[rank], len(edges[1]) - 1)
     for dim, cuts, number in zip(dims, edges, at, strict=True):
@@ -183,24 +183,24 @@ def _grid(
     return _at(whole, offsets, shape)
 
 
-def _bands(whole: torch.Tensor, rank: int, world: int, *, bands: Sequence[tuple[int, int, int]]) -> Held:
+def _bands(whole: torch.Tensor, rank: int, world: int, *, bands: Sequence[tuple[int, int, int]]) -> LocalPart:
     mine = [(low, high) for low, high, owner in bands if owner == rank]
     local = torch.cat([whole[low:high] for low, high in mine]) if mine else whole[:0].clone()
     boxes, begin = [], 0
     for low, high in mine:
         boxes.append((slice(begin, begin + high - low), (low, *(0,) * (whole.ndim - 1))))
         begin += high - low
-    return Held(shard(local, whole=tuple(whole.shape), boxes=boxes), local)
+    return LocalPart(shard(local, whole=tuple(whole.shape), boxes=boxes), local)
 
 
-def _fused(whole: torch.Tensor, rank: int, world: int, *, dim: int, sizes: Sequence[int]) -> Held:
+def _fused(whole: torch.Tensor, rank: int, world: int, *, dim: int, sizes: Sequence[int]) -> LocalPart:
     local = torch.cat([one.chunk(world, dim)[rank] for one in torch.split(whole, list(sizes), dim)], dim)
-    return Held(fused(local, sizes=sizes, rank=rank, of=world, dim=dim), local)
+    return LocalPart(fused(local, sizes=sizes, rank=rank, of=world, dim=dim), local)
 
 
 def _mesh(
     whole: torch.Tensor, rank: int, world: int, *, sizes: Sequence[int], dims: Sequence[int], ranks: Sequence[int]
-) -> Held:
+) -> LocalPart:
     """As a DTensor on such a mesh would lie; -1 stands for Replicate."""
     placements = [Replicate() if dim < 0 else Shard(dim) for dim in dims]
     here = torch.unravel_index(torch.tensor(ranks[rank]), tuple(sizes))
@@ -209,18 +209,18 @@ def _mesh(
     return _at(whole, [min(one, end) for one, end in zip(offsets, whole.shape, strict=True)], shape)
 
 
-def _flat(whole: torch.Tensor, rank: int, world: int, *, edges: Sequence[int]) -> Held:
+def _flat(whole: torch.Tensor, rank: int, world: int, *, edges: Sequence[int]) -> LocalPart:
     local = whole.reshape(-1)[edges[rank] : edges[rank + 1]].clone()
-    return Held(flat(local, whole=tuple(whole.shape), begin=edges[rank]), local)
+    return LocalPart(flat(local, whole=tuple(whole.shape), begin=edges[rank]), local)
 
 
-def _expert(whole: torch.Tensor, rank: int, world: int, *, ranks: Sequence[int]) -> Held | None:
+def _expert(whole: torch.Tensor, rank: int, world: int, *, ranks: Sequence[int]) -> LocalPart | None:
     """One item of a stack, without its first dimension."""
     if rank not in ranks:
         return None
     number = ranks.index(rank)
     local = whole[number].clone()
-    return Held(shard(local, whole=tuple(whole.shape), offsets=(number, *(0,) * local.ndim)), local)
+    return LocalPart(shard(local, whole=tuple(whole.shape), offsets=(number, *(0,) * local.ndim)), local)
 
 
 _MADE: Final[Mapping[str, Any]] = {

@@ -79,14 +79,14 @@ def save(repo: Repo, step: int, states: list[dict[str, Any]]) -> None:
         finally:
             saver.close()
 
-    def together(agreement: Agreement) -> None:
+    def in_group(agreement: Agreement) -> None:
         one(GroupCommit(repo, agreement, deadline_s=DEADLINE_S), agreement.rank)
 
     try:
         if len(states) == 1:
             one(SoloCommit(repo), 0)
         else:
-            on_ranks(len(states), together)
+            on_ranks(len(states), in_group)
     finally:
         attempt.release()
 

@@ -11,7 +11,7 @@ import torch
 
 from campaigns.layouts import trainings
 from campaigns.layouts.meshes import DTENSOR, Key, Meshes, draw_dtensor, dtensor_kinds, hold_dtensor, meshes_of
-from campaigns.layouts.places import Held, Place, draw_place, hold, kinds_for
+from campaigns.layouts.places import LocalPart, Place, draw_place, hold, kinds_for
 from campaigns.layouts.trainings import Spread, Trained
 from campaigns.layouts.truth import Leaf, content, draw_leaves, of_leaf
 from tenuto.state.declarations import PerRank, Shard, per_rank
@@ -125,7 +125,7 @@ def make(pair: Pair, side: int, seed: str, rank: int, meshes: Meshes | None = No
         place, whole = layout.places[leaf.path], of_leaf(seed, leaf)
         if place.kind in DTENSOR:
             assert meshes is not None, "a mesh needs processes"
-            held: Held | None = hold_dtensor(place, whole, meshes)
+            held: LocalPart | None = hold_dtensor(place, whole, meshes)
         else:
             held = hold(place, leaf, whole, rank, layout.world)
         if held is not None:
@@ -144,16 +144,16 @@ def _own(mark: PerRank) -> dict[str, Any]:
     return {f"{OWN}numbers": mark.value["numbers"]}
 
 
-def _as_array(held: Held) -> Held:
+def _as_array(held: LocalPart) -> LocalPart:
     """The same in an array of numpy's, where that has the type."""
     try:
         array = held.local.numpy()
     except TypeError:
         return held
     if isinstance(held.value, torch.Tensor):
-        return Held(array, array)
+        return LocalPart(array, array)
     held.value.value = array
-    return Held(held.value, array)
+    return LocalPart(held.value, array)
 
 
 def full_tensors(pair: Pair) -> dict[str, torch.Tensor]:

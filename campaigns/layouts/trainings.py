@@ -168,7 +168,7 @@ def every_key(trained: Trained) -> list[str]:
     return sorted(key for key, value in optimizer.state[alone].items() if isinstance(value, torch.Tensor))
 
 
-def alone(trained: Trained, seed: object, *, fresh: bool) -> Training:
+def of_one_process(trained: Trained, seed: object, *, fresh: bool) -> Training:
     """The training of one process that has no group. `fresh`: its optimizer has no state yet."""
     module = Net(_values(trained, seed, ""))
     training = Training(module, OPTIMIZERS[trained.optimizer](module.parameters()))
@@ -186,7 +186,7 @@ def full_tensors(trained: Trained, seed: object) -> dict[str, torch.Tensor]:
     """Every tensor of the training as a whole, by path."""
     kind = getattr(torch, trained.dtype)
     found = {f"model/{name}": value for name, value in _values(trained, seed, "").items()}
-    training = alone(trained, seed, fresh=False)
+    training = of_one_process(trained, seed, fresh=False)
     for name, parameter in training.parameters().items():
         for key, value in training.optimizer.state[parameter].items():
             if isinstance(value, torch.Tensor):

@@ -98,7 +98,7 @@ class Costs:
         self.phases: dict[str, Phase] = {}
 
     @contextmanager
-    def turn(self, name: str, rank: int) -> Iterator[None]:
+    def step_of(self, name: str, rank: int) -> Iterator[None]:
         """One turn of one rank."""
         phase = self.phases.setdefault(name, Phase())
         before = self._kv_store.put_bytes + self._kv_store.read_bytes

@@ -96,7 +96,7 @@ class ManyRanks:
             [one.together.take_steps(_known(one.flattened), save) for one, save in zip(self.ranks, saves, strict=True)],
         )
         for one, written, save in zip(self.ranks, taken, saves, strict=True):
-            with self.costs.turn(f"{prefix}: lay out", one.rank):
+            with self.costs.step_of(f"{prefix}: lay out", one.rank):
                 one.job = self._job(one, written, save, step)
             one.flattened = None
         self._in_step(
@@ -104,7 +104,7 @@ class ManyRanks:
             [one.together.begin_steps(_of(one), self.attempt) for one in self.ranks],
         )
         for one in self.ranks:
-            with self.costs.turn(f"{prefix}: capture, put pack and index", one.rank):
+            with self.costs.step_of(f"{prefix}: capture, put pack and index", one.rank):
                 self._write(one)
         self._in_step(
             [f"{prefix}: say what is put", f"{prefix}: commit", f"{prefix}: hear of the commit"],
@@ -115,9 +115,9 @@ class ManyRanks:
     def _committing(self, one: Rank) -> WaitPoints[None]:
         assert one.put is not None
         index, entry = one.put
-        return one.together.commit_steps(_of(one), index, entry, timed=False, told=self._told)
+        return one.together.commit_steps(_of(one), index, entry, timed=False, told=self._note_commit)
 
-    def _told(self, manifest: Manifest) -> None:
+    def _note_commit(self, manifest: Manifest) -> None:
         if manifest.indexes:
             self.manifests.append(manifest)
 
@@ -126,19 +126,19 @@ class ManyRanks:
         another round. What comes of each rank's steps."""
         found: dict[int, Result] = {}
 
-        def turn(name: str, rank: int) -> None:
-            with self.costs.turn(name, rank):
+        def step_of(name: str, rank: int) -> None:
+            with self.costs.step_of(name, rank):
                 try:
                     next(steps[rank])
                 except StopIteration as end:
                     found[rank] = end.value
 
         for rank in range(len(steps)):
-            turn(names[0], rank)
+            step_of(names[0], rank)
         while len(found) < len(steps):
-            turn(names[1], 0)
+            step_of(names[1], 0)
             for rank in range(1, len(steps)):
-                turn(names[2], rank)
+                step_of(names[2], rank)
         return [found[rank] for rank in range(len(steps))]
 
     def _job(self, one: Rank, written: Flattened, save: Save, step: int) -> Job:

@@ -15,7 +15,7 @@ from unittest import mock
 from campaigns.rank_crashes.replicated import Replicated
 from campaigns.rank_crashes.scheduler import KINDS, Background, Scheduler
 from campaigns.rank_crashes.seats import Life, ScheduledKVStore, Seat
-from campaigns.rank_crashes.state import held, saved, whole_at
+from campaigns.rank_crashes.state import rank_state, saved, whole_at
 from campaigns.rank_crashes.threads import Lock, scheduled_copies
 from campaigns.recorded_jobs import RUN, Faster, Program
 from campaigns.simulated_processes import Processes
@@ -308,7 +308,7 @@ class Member:
         if self.coordinates:
             self.program.wholes[id] = whole
             self.program.recorder.mark("begun", id, saved(whole, self.world))
-        flattened = held(whole, self.rank, self.world)
+        flattened = rank_state(whole, self.rank, self.world)
         handle = self.saver.save(flattened, step, wait=False, about=ManifestDetails(progress={"step": step}))
         self.seat.living()
         try:

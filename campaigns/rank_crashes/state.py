@@ -26,7 +26,7 @@ def whole_at(seed: int, attempt: int, step: int) -> dict[str, Any]:
     }
 
 
-def held(whole: dict[str, Any], rank: int, world: int) -> Flattened:
+def rank_state(whole: dict[str, Any], rank: int, world: int) -> Flattened:
     """What one rank holds of it: uneven rows of one tensor, all of the rest, and an order of its own."""
     edges = np.linspace(0, ROWS, world + 1).astype(int) + np.array([0, *[2] * (world - 1), 0])
     begin, end = edges[rank : rank + 2].tolist()
@@ -50,4 +50,4 @@ def saved(whole: dict[str, Any], world: int) -> Saved:
     leaves = {name: whole[name].tobytes() for name in ("rows", "both")}
     for rank in range(world):
         leaves[f"{OWN}@{rank}"] = order(whole, rank).tobytes()
-    return Saved(held(whole, 0, world).tree, leaves)
+    return Saved(rank_state(whole, 0, world).tree, leaves)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from campaigns.rank_kills.campaign import Tallies, campaign, told
+from campaigns.rank_kills.campaign import Tallies, campaign, summary
 from campaigns.rank_kills.kinds import Kind, OfNumbers, OnNodes
 from campaigns.result_file import Progress, ResultHeader, deliver, options
 
@@ -57,11 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = kinds(names, Path(place) / "untouched", steps=given.steps, torch_steps=given.torch_steps)
         rounds = campaign(given.kills, given.seed, Path(place), chosen, controls=not given.no_controls)
         for tallies in rounds:
-            found = told(tallies)
+            found = summary(tallies)
             equal = f"{found['rounds_equal_to_the_untouched_training']} of {found['rounds']} rounds equal"
             progress(f"{found['kills']} of {given.kills} kills, {equal}")
     progress.end()
-    deliver(result_header.result(told(tallies)), given.json)
+    deliver(result_header.result(summary(tallies)), given.json)
     return 0 if all(tally.as_it_has_to_be for tally in tallies.values()) else 12
 
 

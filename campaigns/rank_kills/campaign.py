@@ -69,7 +69,7 @@ class Tally:
     def as_it_has_to_be(self) -> bool:
         return self.equal == self.rounds and not self.faults and all(self.controls.values())
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         return {
             "kills": self.kills,
             "lives": self.lives,
@@ -90,7 +90,7 @@ class Tally:
 Tallies = Mapping[str, Tally]
 
 
-def told(tallies: Tallies) -> dict[str, Any]:
+def summary(tallies: Tallies) -> dict[str, Any]:
     """The sums over all kinds of training, and each by itself."""
     each = tallies.values()
     return {
@@ -100,7 +100,7 @@ def told(tallies: Tallies) -> dict[str, Any]:
         "controls": sum(len(tally.controls) for tally in each),
         "controls_told": sum(sum(tally.controls.values()) for tally in each),
         "faults": [f"{name}: {fault}" for name, tally in tallies.items() for fault in tally.faults],
-        "trainings": {name: tally.told() for name, tally in tallies.items()},
+        "trainings": {name: tally.summary() for name, tally in tallies.items()},
     }
 
 
@@ -175,7 +175,7 @@ def _life(kind: Kind, plan: Plan, tally: Tally, alone_every: int) -> bool:
     alone = tally.lives % alone_every == 0
     with Job(plan, kind.work) as job:
         until = time.monotonic() + LIFE_S
-        while not job.look() and death.rank not in job.ended and time.monotonic() < until:
+        while not job.poll() and death.rank not in job.ended and time.monotonic() < until:
             time.sleep(0.002)
         killed = death.rank in job.ended and job.ended[death.rank].status == -signal.SIGKILL
         if killed:
@@ -183,7 +183,7 @@ def _life(kind: Kind, plan: Plan, tally: Tally, alone_every: int) -> bool:
             tally.ranks["the coordinator" if death.rank == 0 else "another"] += 1
             tally.phases[death.point or f"at a moment: {_words(job.doing(death.rank))}"] += 1
         if killed and alone:
-            _left_alone(kind, job, tally)
+            _await_survivors(kind, job, tally)
         elif not killed and not job.wait(LIFE_S):
             tally.faults.append(f"{plan}: hangs, and nobody was killed")
     if not killed and {one.status for one in job.ended.values()} != {0}:
@@ -194,7 +194,7 @@ def _life(kind: Kind, plan: Plan, tally: Tally, alone_every: int) -> bool:
     return killed
 
 
-def _left_alone(kind: Kind, job: Job, tally: Tally) -> None:
+def _await_survivors(kind: Kind, job: Job, tally: Tally) -> None:
     death, since = job.plan.death, time.monotonic()
     assert death is not None
     if not job.wait(job.plan.timeout_s + LIFE_S):

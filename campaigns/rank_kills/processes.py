@@ -153,7 +153,7 @@ class Job:
         self.plan.place.mkdir(parents=True, exist_ok=True)
         self.plan.struck.unlink(missing_ok=True)
         for rank in range(self.plan.world):
-            self._said(rank).unlink(missing_ok=True)
+            self._answer_file(rank).unlink(missing_ok=True)
             self.plan.raised(rank).unlink(missing_ok=True)
         for rank in range(self.plan.world):
             self.pids[rank] = self._forked(rank)
@@ -164,7 +164,7 @@ class Job:
             os.kill(self.pids[rank], signal.SIGKILL)
         self.wait(60)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Whether all have ended. Sends what is due meanwhile."""
         self._strike()
         for rank, pid in self.pids.items():
@@ -178,7 +178,7 @@ class Job:
     def wait(self, seconds: float, without: Sequence[int] = ()) -> bool:
         """Whether all, those `without` left out, have ended within that time."""
         until = time.monotonic() + seconds
-        while not self.look() and not self.pids.keys() - self.ended.keys() <= set(without):
+        while not self.poll() and not self.pids.keys() - self.ended.keys() <= set(without):
             if time.monotonic() > until:
                 return False
             time.sleep(POLL_S)
@@ -215,11 +215,11 @@ class Job:
         found = moment(self.plan.raised(rank))
         return self.began + self.ended[rank].seconds if found is None else found
 
-    def _said(self, rank: int) -> Path:
+    def _answer_file(self, rank: int) -> Path:
         return self.plan.place / f"rank-{rank}.json"
 
     def _read(self, rank: int) -> Mapping[str, Any]:
-        path = self._said(rank)
+        path = self._answer_file(rank)
         return json.loads(path.read_text()) if path.exists() else {}
 
     def _forked(self, rank: int) -> int:
@@ -251,7 +251,7 @@ class Job:
         except BaseException as error:  # noqa: BLE001 - told to the parent
             traceback.print_exc()
             status, told = 1, _of(error)
-        self._said(rank).write_text(json.dumps(told))
+        self._answer_file(rank).write_text(json.dumps(told))
         sys.stdout.flush()
         sys.stderr.flush()
         exit_status._ending.run()

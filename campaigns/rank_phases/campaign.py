@@ -54,7 +54,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "old_jobs_that_came_back": len(returned),
         "old_jobs_that_changed_nothing": sum(not one.faults for one in returned),
         "faults": [f"{one.cell}: {fault}" for one in outcomes for fault in one.faults],
-        "said": {str(one.cell): list(one.said) for one in outcomes},
+        "said": {str(one.cell): list(one.errors_behind) for one in outcomes},
         "times": {str(one.cell): one.times.json() for one in struck if one.times is not None},
     }
 

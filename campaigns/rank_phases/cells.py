@@ -89,7 +89,7 @@ class Outcome:
 
     cell: object
     faults: tuple[str, ...]
-    said: tuple[str, ...] = ()
+    errors_behind: tuple[str, ...] = ()
     times: Times | None = None
 
 
@@ -165,7 +165,7 @@ class Struck:
         left_s = {rank: job.began + job.ended[rank].seconds - struck_at for rank in others}
         return Times(self.cell.promise, struck_at - job.began, raised_s, left_s)
 
-    def said(self) -> tuple[str, ...]:
+    def errors_behind(self) -> tuple[str, ...]:
         return tuple(sorted({str(ended.told["behind"]) for ended in self.job.ended.values() if "behind" in ended.told}))
 
     def goes_on(self, world: int) -> Iterator[str]:
@@ -230,9 +230,9 @@ def judge(cell: Cell, start: Path, place: Path, world: int) -> Outcome:
         times = struck.times()
         if not faults:
             faults += struck.goes_on(world)
-        said = struck.said()
+        errors_behind = struck.errors_behind()
         if times is not None:
             times = replace(times, pace_s=max(times.pace_s, struck.following_s))
             faults += times.late()
     shutil.rmtree(place, ignore_errors=True)
-    return Outcome(cell, tuple(faults), said, times)
+    return Outcome(cell, tuple(faults), errors_behind, times)

@@ -77,7 +77,7 @@ class CutOff:
         """Waits until the coordinator is stopped, and stops the others where all are to be. What went wrong, or ""."""
         until = time.monotonic() + PATIENCE_S
         while not _stopped(self.job.pids[0]):
-            if self.job.look() or time.monotonic() > until:
+            if self.job.poll() or time.monotonic() > until:
                 return f"the coordinator did not come to its point: {self.job.ended}"
             time.sleep(0.002)
         if self.cut.whole:

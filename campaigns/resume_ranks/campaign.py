@@ -133,17 +133,17 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "steps_with_the_samples_of_the_uninterrupted_training": sum(one.steps for one in cases if not one.wrong),
         "tensors_equal_after_a_restore": sum(one.tensors for one in cases if not one.wrong),
         "controls": len(controls),
-        "controls_told": sum(told(one) for one in controls),
-        "outcomes": [_told(one) for one in (*cases, *controls)],
+        "controls_told": sum(was_noticed(one) for one in controls),
+        "outcomes": [_described(one) for one in (*cases, *controls)],
     }
 
 
-def told(control: Outcome) -> bool:
+def was_noticed(control: Outcome) -> bool:
     """Whether the judge saw what is wrong: all jobs came to their ends, and something is not as it has to be."""
     return control.ended and bool(control.wrong)
 
 
-def _told(one: Outcome) -> dict[str, Any]:
+def _described(one: Outcome) -> dict[str, Any]:
     case = CASES[one.name] if one.name in CASES else CONTROLS[one.name]
     return {
         "name": one.name,

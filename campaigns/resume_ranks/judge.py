@@ -66,7 +66,7 @@ def differences(case: Case, whole: Life, lives: Sequence[Life]) -> Iterator[str]
     if case.same_ranks:
         yield from _bitwise(whole, lives)
     else:
-        yield from _told(case, lives)
+        yield from _judge_certificate(case, lives)
 
 
 def _restored(before: Life, after: Life, step: int) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _bitwise(whole: Life, lives: Sequence[Life]) -> Iterator[str]:
                     yield f"step {step} of rank {rank} differs in {names[0]}"
 
 
-def _told(case: Case, lives: Sequence[Life]) -> Iterator[str]:
+def _judge_certificate(case: Case, lives: Sequence[Life]) -> Iterator[str]:
     """The certificate says what is not the same on another number of ranks."""
     for number, after in enumerate(lives[1:]):
         # What one process has given to all is alike on them from then on.

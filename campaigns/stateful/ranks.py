@@ -186,7 +186,7 @@ class RankProduct(OperatorRules):
             program.groups.append((job, sorted(set(works) - before)))
         with program.scheduled():
             scheduler.run(works)
-        self._told(program)
+        self._advance_model(program)
         return list(scheduler.raised.values()) if program.died_at is None else []
 
     def _job(self, program: Histories, wanted: Wanted) -> RankJob:
@@ -215,7 +215,7 @@ class RankProduct(OperatorRules):
 
         return play
 
-    def _told(self, program: Histories) -> None:
+    def _advance_model(self, program: Histories) -> None:
         """What the jobs were told, in its order, and what they could not be told any more."""
         self.world.operator()
         lived, before = bool(self.alive), self.model.highest(RUN)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from campaigns.rank_kills.__main__ import MODULE
-from campaigns.rank_kills.campaign import Tally, _knew, campaign, told
+from campaigns.rank_kills.campaign import Tally, _knew, campaign, summary
 from campaigns.rank_kills.kinds import Judged, OfNumbers
 from campaigns.rank_kills.processes import Death, Ended, Plan
 from campaigns.rank_kills.torch_training import CONTROLS, differences, lines
@@ -56,7 +56,7 @@ def test_a_round_that_ends_otherwise_is_a_fault(tmp_path: Path) -> None:
     *_, tallies = campaign(1, 1, tmp_path, [Broken(6)])
     tally = tallies["numbers"]
     assert (tally.kills, tally.rounds, tally.equal) == (1, 1, 0)
-    assert not tally.as_it_has_to_be and "another cut" in told(tallies)["faults"][0]
+    assert not tally.as_it_has_to_be and "another cut" in summary(tallies)["faults"][0]
 
 
 def test_a_control_that_is_not_told_fails_the_campaign() -> None:

@@ -12,9 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = [path for root in ("src/tenuto", "campaigns") for path in sorted((ROOT / root).rglob("*.py"))]
 RETIRED = """
-    adopting belated companies company convening entitled familiar handing he hear his hurry lane lending lift
-    neighbour neighbours onward parked parties party politeness pulse recall recalling rehearsal remember
-    remembering taking teller telling tidying topic untold upkeep whereabouts
+    adopted adopting alone belated board boards companies company convening entitled familiar halves handing he hear
+    heard his hurry lane lanes lending lift look neighbour neighbours onward parked parties party politeness pulse
+    recall recalling rehearsal rehearse remember remembered remembering said say says spent taking tell teller
+    telling tidying together told topic turns untold upkeep whereabouts wholes
 """
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 

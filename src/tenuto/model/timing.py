@@ -79,7 +79,7 @@ class Timing:
         """Bytes of the packs per second of `write_s`."""
         return self.bytes / self.write_s if self.write_s > 0 and self.bytes else None
 
-    def told(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float]:
         """Returns the seconds as a manifest stores them, to the microsecond, without zeros and what it stores
         elsewhere."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "bytes"}
@@ -165,7 +165,7 @@ class RankTimings:
         """Builds timings from values; `parts[name][r]` is that of rank r."""
         return cls(ranks, {name: RankSpread.of(values) for name, values in parts.items() if any(values)})
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Returns the timings as a manifest stores them: whole microseconds, and bytes."""
         return {
             "ranks": self.ranks,

@@ -64,7 +64,7 @@ class Keys(Base):
         assert time.monotonic() - began < ANSWER_S / 2
 
     @pytest.mark.parametrize("present", [(), (0,), (7,), (3, 4), tuple(range(8)), (0, 2, 4, 6)], ids=str)
-    def test_many_are_told_apart(self, kv_stores: KVStores, present: tuple[int, ...]) -> None:
+    def test_many_are_distinguished(self, kv_stores: KVStores, present: tuple[int, ...]) -> None:
         here, there = kv_stores
         for number in present:
             here.put(f"many/{number}", b"%d" % number, timeout=ANSWER_S)

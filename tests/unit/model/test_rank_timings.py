@@ -17,7 +17,7 @@ DURATIONS = st.floats(0, 1000, allow_nan=False)
 @given(st.lists(st.tuples(DURATIONS, DURATIONS), min_size=1, max_size=2 * FULL))
 def test_what_a_manifest_says_is_read_back(values: list[tuple[float, float]]) -> None:
     timings = RankTimings.of([Timing(capture_s=one, write_s=other, bytes=7) for one, other in values])
-    again = RankTimings.read(json.loads(json.dumps(timings.told())))
+    again = RankTimings.read(json.loads(json.dumps(timings.to_json())))
     assert again is not None and again.ranks == len(values)
     for name, part in timings.parts.items():
         read = again.parts[name]
@@ -35,7 +35,7 @@ def test_thousands_of_ranks_take_no_more_room_than_few() -> None:
     timings = RankTimings.of(
         [Timing(capture_s=rank * 0.001, write_s=1.0, cpu_s=0.5, bytes=1 << 30) for rank in range(4096)]
     )
-    assert len(json.dumps(timings.told())) < 4000
+    assert len(json.dumps(timings.to_json())) < 4000
     assert timings.parts["capture_s"].slowest[0] == (4095, 4.095)
 
 

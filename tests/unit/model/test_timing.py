@@ -36,7 +36,7 @@ def test_bandwidth_is_that_of_writing() -> None:
 
 @given(timings)
 def test_what_is_told_is_read_back_to_the_microsecond(timing: Timing) -> None:
-    told = timing.told()
+    told = timing.to_json()
     assert "bytes" not in told
     found = Timing.read(told, timing.bytes)
     assert found is not None
@@ -46,7 +46,7 @@ def test_what_is_told_is_read_back_to_the_microsecond(timing: Timing) -> None:
 
 
 def test_what_took_no_time_is_not_told() -> None:
-    assert Timing(write_s=0.25, fence_s=4e-7, bytes=7).told() == {"write_s": 0.25}
+    assert Timing(write_s=0.25, fence_s=4e-7, bytes=7).to_json() == {"write_s": 0.25}
 
 
 @given(anything)

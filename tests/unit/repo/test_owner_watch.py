@@ -174,7 +174,7 @@ def test_a_beat_says_what_its_attempt_says(repo: Repo, make: Any) -> None:
     record = make.attempt(2, parent)
     lease = Lease(repo, record, interval_s=SLOW)
     lease.beat()
-    lease.say_closed()
+    lease.mark_closed()
     assert read_last(repo, "gpt", 2) == (2, LeaseRecord(2, record.id, parent, True, False))
     lease.release()
     assert read_last(repo, "gpt", 2) == (3, LeaseRecord(3, record.id, parent, True, True))

@@ -39,7 +39,7 @@ class TimingRow:
             "bytes": self.bytes,
             "held_s": round(timing.held_s, 6) if timing is not None else None,
             "bandwidth": round(timing.bandwidth) if timing is not None and timing.bandwidth is not None else None,
-            "timing": timing.told() if timing is not None else None,
+            "timing": timing.to_json() if timing is not None else None,
             "ranks": _ranks_json(self.ranks) if self.ranks is not None else None,
             "message": self.message or None,
         }

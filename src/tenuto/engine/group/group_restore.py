@@ -173,7 +173,7 @@ def _timing(outcomes: Sequence[RankOutcome]) -> Json:
         "seconds": [one.match_s + one.read_s for one in outcomes],
         "bytes": [float(one.nbytes) for one in outcomes],
     }
-    return RankTimings.of_parts(len(outcomes), parts).told()
+    return RankTimings.of_parts(len(outcomes), parts).to_json()
 
 
 def _shown(reason: str) -> str:

@@ -65,7 +65,7 @@ def own_timing(save: Save) -> dict[str, Any]:
     """Returns this rank's timing, in its writing thread, when its part is durable."""
     save.clock.read_cpu()
     took = time.monotonic() - save.begun_s if save.begun_s is not None else 0.0
-    return {**replace(save.timing, seconds=took).told(), "bytes": save.bytes}
+    return {**replace(save.timing, seconds=took).to_json(), "bytes": save.bytes}
 
 
 def timings_of(records: Sequence[Mapping[str, Any]]) -> RankTimings:
@@ -76,7 +76,7 @@ def timings_of(records: Sequence[Mapping[str, Any]]) -> RankTimings:
 def spread_over(about: ManifestDetails, timings: RankTimings) -> ManifestDetails:
     """Returns `about`, whose timing is the coordinator's own, with the timings of all ranks beside it."""
     timing = dict(about.environment.get("timing") or {})
-    return replace(about, environment={**about.environment, "timing": {**timing, "ranks": timings.told()}})
+    return replace(about, environment={**about.environment, "timing": {**timing, "ranks": timings.to_json()}})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class GroupCommit:
         commit(repo, manifest, receipts, tree=tree)
         crashpoint("manifest durable, not yet announced")
         facts = {"bytes": manifest.bytes, "content": manifest.content, "leaves": manifest.leaves}
-        round.broadcast(RankMessage(GO, {**facts, "timing": timings.told()}, b"").encode())
+        round.broadcast(RankMessage(GO, {**facts, "timing": timings.to_json()}, b"").encode())
 
     def _report_rows(self, under: _SaveInProgress, save: Save) -> WaitPoints[None]:
         """Fails the save on all ranks with the name of the leaf that is not the same on all that hold it."""

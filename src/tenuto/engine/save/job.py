@@ -143,7 +143,7 @@ class Job:
     def timed(self) -> ManifestDetails:
         """Returns what it is about, with the time it has taken so far in its environment."""
         self.save.clock.read_cpu()
-        return replace(self.about, environment={**self.about.environment, "timing": self.save.timing.told()})
+        return replace(self.about, environment={**self.about.environment, "timing": self.save.timing.to_json()})
 
 
 def manifest_about(about: ManifestDetails, **fields: Any) -> Manifest:

@@ -309,7 +309,7 @@ def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Ow
     if not all_dead:
         return
     try:
-        lease.say_closed()
+        lease.mark_closed()
     except TenutoError as error:
         report(f"the lease could not say that earlier saves are closed: {error}")
         return

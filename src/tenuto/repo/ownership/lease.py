@@ -83,7 +83,7 @@ class Lease:
         with self._beating:
             self._put(released=False)
 
-    def say_closed(self) -> None:
+    def mark_closed(self) -> None:
         """Puts a beat which says, as do all later ones, that no unfinished save of an earlier attempt is left."""
         self._closed = True
         self.beat()
