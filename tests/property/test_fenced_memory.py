@@ -15,6 +15,7 @@ from support.fenced_training import Told, owned, train
 from support.memory_training import shared_memory
 from tenuto import every
 from tenuto.engine.memory_tier.tier import MemoryTier
+from tenuto.engine.save.job import Job
 from tenuto.events import SavedToMemory
 
 Leaves = dict[str, bytes]
@@ -25,11 +26,12 @@ def images(place: Path, drawn: dict[str, Any], capture: str) -> tuple[dict[int, 
     found: dict[int, Leaves] = {}
     seal = MemoryTier.seal
 
-    def seen(self: MemoryTier, plan: Any, id: Any, index: Any, flattened: Any, *more: Any, **named: Any) -> str:
-        layout, image = plan.layout, np.frombuffer(plan.arena.buffer.data, np.uint8)
-        extents = zip(flattened.specs, layout.start.tolist(), layout.length.tolist(), strict=True)
-        found[id.step] = {spec.path: image[start : start + length].tobytes() for spec, start, length in extents}
-        return seal(self, plan, id, index, flattened, *more, **named)
+    def seen(self: MemoryTier, job: Job) -> str:
+        layout, image = job.plan.layout, np.frombuffer(job.plan.arena.buffer.data, np.uint8)
+        extents = zip(job.flattened.specs, layout.start.tolist(), layout.length.tolist(), strict=True)
+        leaves = {spec.path: image[start : start + length].tobytes() for spec, start, length in extents}
+        found[job.save.step] = leaves
+        return seal(self, job)
 
     training, told = Training(drawn), Told()
     with shared_memory(), mock.patch.object(MemoryTier, "seal", seen):

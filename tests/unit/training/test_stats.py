@@ -162,6 +162,8 @@ class Watch:
     def monotonic(self) -> float:
         return self.now_s
 
+    perf_counter = monotonic
+
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> None:

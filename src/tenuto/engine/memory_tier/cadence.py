@@ -11,7 +11,7 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save, SaveClock
-from tenuto.engine.save.job import Job, ManifestDetails
+from tenuto.engine.save.job import Job, ManifestDetails, capture
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.engine.staging.pack_content import Filling
 from tenuto.errors import DeadlineExceeded, SaveTorn, in_words
@@ -77,7 +77,7 @@ class MemorySaver:
         save.clock = self._clock
         job = Job(save, plan, flattened, about)
         try:
-            if job.capture(None if eager else fencing):
+            if capture(job, None if eager else fencing):
                 job.filling.advance(plan.layout.nbytes)
             save.stall_s = time.perf_counter() - began
             self._work = background_threads.submit(lambda: self._seal(job, began), f"tenuto-memory-{id.step}")

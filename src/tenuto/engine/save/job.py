@@ -70,15 +70,6 @@ class Job:
         self.digester = Digester(self.plan.chunks, self.plan.arena.buffer.data)
         self.save.bytes = sum(pack.length for pack in self.plan.layout.packs)
 
-    def capture(self, fencing: FencedCapture | None, *, progress: Callable[[int], None] | None = None) -> bool:
-        """Copies the state into the image: all of it, or with `fencing` what cannot wait. Returns whether all is
-        copied."""
-        if fencing is not None and fencing.possible(self.plan):
-            fencing.capture(self.flattened, self.plan, self.save, self.filling)
-            return False
-        self.plan.capturer.capture(self.flattened, self.save.save_id, progress=progress, admit=self.filling.admit)
-        return True
-
     def digest_image(self) -> None:
         """Digests the image to its end, which may still be filling up. Raises what broke the capture off;
         DeadlineExceeded if it does not progress."""
@@ -156,3 +147,13 @@ def manifest_about(about: ManifestDetails, **fields: Any) -> Manifest:
         environment=about.environment,
         certificate=about.certificate,
     )
+
+
+def capture(job: Job, fencing: FencedCapture | None, *, progress: Callable[[int], None] | None = None) -> bool:
+    """Copies the state into the job's image: all of it, or with `fencing` what cannot wait. Returns whether all is
+    copied."""
+    if fencing is not None and fencing.possible(job.plan):
+        fencing.capture(job.flattened, job.plan, job.save, job.filling)
+        return False
+    job.plan.capturer.capture(job.flattened, job.save.save_id, progress=progress, admit=job.filling.admit)
+    return True

@@ -23,7 +23,7 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save
-from tenuto.engine.save.job import Job, ManifestDetails
+from tenuto.engine.save.job import Job, ManifestDetails, capture
 from tenuto.engine.save.save_writer import SaveWriter
 from tenuto.engine.staging.pack_content import WriterGone
 from tenuto.engine.staging.plan import SavePlan
@@ -277,7 +277,7 @@ class Saver:
             job.filling.advance(filled)
 
         try:
-            complete = job.capture(None if eager else self.fencing, progress=progress if overlapped else None)
+            complete = capture(job, None if eager else self.fencing, progress=progress if overlapped else None)
         except WriterGone:
             raise
         except TenutoError as error:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from tenuto.errors import StateMismatch
+
+# torch reads a generator under a lock of its own and makes the Python object for it inside: where that object's
+# allocation collects garbage and a finalizer lets other threads run, a second thread that reads the generator waits
+# for that lock with the interpreter's in hand, for ever.
+_reading: Final = threading.RLock()
 
 
 def capture() -> dict[str, Any]:
@@ -17,12 +23,13 @@ def capture() -> dict[str, Any]:
 
     Uninitialised CUDA is left alone: nothing has been drawn there, and asking would initialise it.
     """
-    out: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        out["cuda"] = list(torch.cuda.get_rng_state_all())
-    if torch.backends.mps.is_available():
-        out["mps"] = torch.mps.get_rng_state()
-    return out
+    with _reading:
+        out: dict[str, Any] = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            out["cuda"] = list(torch.cuda.get_rng_state_all())
+        if torch.backends.mps.is_available():
+            out["mps"] = torch.mps.get_rng_state()
+        return out
 
 
 def apply(state: Mapping[str, Any]) -> tuple[str, ...]:
