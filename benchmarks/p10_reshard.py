@@ -122,6 +122,12 @@ class CountingReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def __enter__(self) -> CountingReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inner.close()
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self._store.bytes += len(buffer)
         self._inner.read_into(offset, buffer)

@@ -151,8 +151,8 @@ class Known:
         flattened = self.look()
         session = Session("f" * 32, rank, ranks, InProcessKVStore(), Settings())
         repo = Repo.create_or_open(MemoryStore("p11"))
-        self._together = GroupCommit(repo, Agreement(session, StaleRounds(session)))
-        self._together._share = WriteAssignment(plan.told, shares[rank], flattened, rank)
+        self._commit = GroupCommit(repo, Agreement(session, StaleRounds(session)))
+        self._commit._share = WriteAssignment(plan.head, shares[rank], flattened, rank)
         holder = BudgetedArena(repo.id, RUN, rank, budget=None, lasting=False)
         self._buffer = StagingBuffer(holder, CHUNK_BYTES, Emitter(), rank=rank)
         self._step = 0
@@ -171,9 +171,9 @@ class Known:
         self._step += 1
         save = Save(CheckpointId(RUN, 1, self._step), "")
         begun = time.perf_counter()
-        found = self._buffer.prepare(self._together.take(flattened, save))
+        found = self._buffer.prepare(self._commit.take(flattened, save))
         seconds = time.perf_counter() - begun
-        self._together._saves.pop(save.save_id).round.end()  # nobody writes it
+        self._commit._saves.pop(save.save_id).round.end()  # nobody writes it
         return found, seconds
 
     def looking(self) -> float:

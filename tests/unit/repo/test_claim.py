@@ -345,6 +345,14 @@ def test_i4_a_run_whose_newest_checkpoint_keeps_changing_is_not_claimed(repo: Re
     assert asked == [20, 21] and repo.attempts("gpt") == [1], "no claim was put"
 
 
+def test_a_claim_from_a_checkpoint_that_is_being_removed_says_so(repo: Repo, make: Any) -> None:
+    make.attempt(1, owner=ended_process())
+    newest = make.checkpoint(1, 10)
+    put_tombstone(repo, newest, reason="rm")
+    with pytest.raises(CheckpointNotFound, match="being removed"):
+        claim_newest(repo, "gpt", newest, newest, again=lambda: (newest, newest))
+
+
 def test_i4_a_claim_whose_work_is_outdated_is_given_back_and_made_anew(repo: Repo, make: Any) -> None:
     make.attempt(1, owner=ended_process())
     newest, outdated, withdrawn = make.checkpoint(1, 10), [True, False], set[int]()

@@ -963,3 +963,19 @@ def test_where_warnings_are_errors_nothing_that_was_done_fails_by_one() -> None:
     other.fail(StoreFull("no space"), "put")
     Mirror(home, other, copies=1).put_if_absent(PACK, Bytes(b"data"), token="t0")
     assert home.get(PACK, limit=10) == b"data"
+
+
+def test_a_mirror_is_asked_only_when_the_home_has_the_object() -> None:
+    home, mirror, manifest = MemoryStore("asked-home"), MemoryStore("asked-mirror"), f"{ID.directory}/manifest.json"
+    in_home: list[bool] = []
+
+    class Asked(StoreLayer):
+        def stat(self, name: str) -> Stat:
+            in_home.append(exists(home, manifest))
+            return self.inner.stat(name)
+
+    asked = Asked(mirror)
+    places = ReplicatedStore(home, [home], 1, found_members=[asked])
+    places.mirrors = (asked,)
+    places.put_if_absent(manifest, Bytes(b"1"), token="t")
+    assert in_home == [True]

@@ -89,3 +89,44 @@ def test_a_process_killed_while_it_puts_leaves_a_temporary_and_no_object(tmp_pat
     assert [entry.name for entry in leftovers_of(store, "")] == ["runs/a/x.tmp-t0"]
     assert store.put_if_absent("runs/a/x", Bytes(b"whole"), token="t0").length == 5
     assert not list(leftovers_of(store, ""))
+
+
+AT_EXIT = """
+import atexit, os, sys
+import numpy as np
+import tenuto
+
+state = {"a": np.arange(10)}
+tenuto.save(state, f"{sys.argv[1]}/first", run="x", step=1)
+atexit.register(lambda: print(tenuto.save(state, f"{sys.argv[1]}/second", run="x", step=2).id))
+atexit.register(lambda: print(tenuto.save(state, f"{sys.argv[1]}/first", run="y", step=3).id))
+"""
+
+
+def test_new_directories_are_made_at_the_end_of_the_interpreter_too(tmp_path):
+    done = subprocess.run([sys.executable, "-c", AT_EXIT, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["y/a0001/3", "x/a0001/2"] and "Error" not in done.stderr
+
+
+HUNG = """
+import sys, threading
+from tenuto.store.contract import Bytes
+from tenuto.store.local.store import LocalStore
+from tenuto.store.local.syscalls import OperatingSystem
+
+store, reached = LocalStore(sys.argv[1]), threading.Event()
+store.put_if_absent("one", Bytes(b"1"), token="t")
+
+def hang(self, path):
+    reached.set()
+    threading.Event().wait()
+
+OperatingSystem.fsync_directory = hang
+put = lambda: store.put_if_absent("tombstones/x/a0001/1/y", Bytes(b"1"), token="t")
+threading.Thread(target=put, daemon=True).start()
+assert reached.wait(60)
+"""
+
+
+def test_i8_a_flush_that_hangs_does_not_keep_the_process_from_ending(tmp_path):
+    subprocess.run([sys.executable, "-c", HUNG, tmp_path], check=True, timeout=100)

@@ -250,7 +250,7 @@ class NodeSharedReads:
         began = time.monotonic()
         requests: list[PackRanges] = []
         for peer in self._peers:
-            found = _decoded(peer.request())
+            found = _decoded(peer.request(began))
             if found is None:
                 self._withdraw(f"{peer.rank} did not publish what it reads")
                 return None

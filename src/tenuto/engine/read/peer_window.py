@@ -155,9 +155,10 @@ class PeerWindow:
     def rank(self) -> str:
         return f"rank {self._address.slot.name.partition('-')[0]}"
 
-    def request(self) -> bytes | None:
-        """Returns what the rank wants to read, once it has published it; None where it does not."""
-        if not self._wait(self._has_request, lambda: 0):
+    def request(self, began: float) -> bytes | None:
+        """Returns what the rank wants to read, once it has published it; None where it does not in time. `began`: when
+        the wait for the requests of all ranks began."""
+        if not self._wait(self._has_request, lambda: 0, began):
             return None
         assert self._page is not None
         length = min(self._page["request"], os.fstat(self._descriptor).st_size)
@@ -234,11 +235,12 @@ class PeerWindow:
             self._blocks, self._marks = everything[begin : begin + nbytes], everything[marks : marks + blocks]
             return True
 
-    def _wait(self, done: Callable[[], bool], progress: Callable[[], int]) -> bool:
+    def _wait(self, done: Callable[[], bool], progress: Callable[[], int], began: float | None = None) -> bool:
         """Waits until `done`. Returns False where the rank has died, is ignored, or has made no progress for
-        `patience_s`."""
+        `patience_s`, since `began` if that is given."""
         seen, pause = progress(), 0.0002
-        checked = changed = time.monotonic()
+        checked = time.monotonic()
+        changed = checked if began is None else began
         while not done():
             now = time.monotonic()
             if (value := progress()) != seen:

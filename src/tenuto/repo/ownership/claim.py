@@ -372,6 +372,7 @@ def claim_newest(
         if latest(repo, run, withdrawn=withdrawn) != newest:
             raise _Newer
 
+    gone: CheckpointNotFound | None = None
     for tries in range(CLAIMS):
         if tries:
             newest, parent = again()
@@ -388,7 +389,11 @@ def claim_newest(
                 before_put=refuse_if_newer,
                 withdrawn=withdrawn,
             )
-        except (_Newer, CheckpointNotFound):
+        except _Newer:
+            gone = None
+            continue
+        except CheckpointNotFound as error:
+            gone = error
             continue
         unused = True
         try:
@@ -399,6 +404,9 @@ def claim_newest(
                 attempt.release()
         if not unused:
             return attempt
+        gone = None
+    if gone is not None:
+        raise gone
     raise Superseded(
         f"another process keeps committing to run {run!r} while this one claims it",
         subject=run,

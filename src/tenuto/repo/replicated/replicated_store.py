@@ -47,12 +47,11 @@ class ReplicationConfig:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The places that an object is put into. It counts as put once `acknowledged` of the places for packs have it; if
-    `from_home`, once the home, the first, has it too: the others get copies of what is there."""
+    """The places that an object is put into. It counts as put once `acknowledged` of the places for packs have it. All
+    but packs go into the home first; the others get copies of what is there."""
 
     places: tuple[Store, ...]
     acknowledged: int
-    from_home: bool
 
 
 def _warn(message: str) -> None:
@@ -130,10 +129,10 @@ class ReplicatedStore:
         """Puts an object. A pack goes into all of its places and counts once `copies` of them have it; if fewer can, it
         is in none and StoreError says why. A copied object counts once the home has it."""
         self._only_home(name)
-        placement = self.placement(name)
-        if not placement.from_home:
+        if object_names.is_pack(name):
             return self._put_pack(name, content, token)
         receipt = self.home.put_if_absent(name, content, token=token)
+        placement = self.placement(name)  # asks mirrors, which may hang: the home has the object by then
         if len(placement.places) > 1:
             have = 1 + self._copy(placement, name, b"".join(bytes(piece) for piece in content.pieces()), token)
             if have < placement.acknowledged:
@@ -144,12 +143,12 @@ class ReplicatedStore:
         """Returns where an object is put: packs into `packs_in`, everything else into the home. What reading packs
         requires is copied to the places for packs, and to mirrors that have some of that save."""
         if object_names.is_pack(name):
-            return Placement(self.packs_in, self.copies, from_home=False)
+            return Placement(self.packs_in, self.copies)
         if not object_names.is_copied(name):
-            return Placement((self.home,), 0, from_home=True)
+            return Placement((self.home,), 0)
         mirrors = [place for place in self.mirrors if self.replica(place).has_begun(name)]
         needed = self.copies if object_names.is_index(name) else 0
-        return Placement((self.home, *self.members, *mirrors), needed, from_home=True)
+        return Placement((self.home, *self.members, *mirrors), needed)
 
     def _only_home(self, name: str) -> None:
         if self.of:

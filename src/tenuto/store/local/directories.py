@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
-from tenuto.concurrency.worker_threads import parallel_for
+from tenuto.concurrency.worker_threads import BackgroundWork, foreground_threads
 from tenuto.errors import StoreError, typed
 from tenuto.store.local import os_errors
 from tenuto.store.local.syscalls import FileSystem, Kind, OperatingSystem
 
 _RACES: Final = 100
 """The number of times a directory may vanish between being made and used before that is an error."""
-
-
-_FLUSH_THREADS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -141,11 +139,26 @@ class Directories:
                 if error.errno not in os_errors.DENIED | os_errors.ABSENT | os_errors.UNSUPPORTED:
                     raise os_errors.unflushed(error, what.path, subject) from error
 
-        if isinstance(self.filesystem, OperatingSystem):
-            parallel_for(flush, flushes, threads=_FLUSH_THREADS)
-        else:
+        if not isinstance(self.filesystem, OperatingSystem):
             for what in flushes:
                 flush(what)
+            return
+        failed: list[BaseException] = []
+
+        def attempt(what: _Flush) -> None:
+            try:
+                flush(what)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failed.append(error)
+
+        # Daemon threads: a store that hangs does not keep the process from ending.
+        works = [work for what in flushes[1:] if (work := _in_background(partial(attempt, what))) is not None]
+        for what in flushes[:1]:
+            attempt(what)
+        for work in works:
+            work.join()
+        if failed:
+            raise failed[0]
 
     def _absent(self, path: str) -> bool:
         try:
@@ -261,6 +274,15 @@ class Directories:
             if error.errno in os_errors.DENIED or error.errno == errno.ELOOP:
                 raise os_errors.meaning(error, "opening", path, subject) from error
             raise os_errors.unflushed(error, path, subject) from error
+
+
+def _in_background(work: Callable[[], None]) -> BackgroundWork | None:
+    """Runs `work` on another thread, or here where none can be started: at the end of the interpreter, for instance."""
+    try:
+        return foreground_threads.submit(work, "tenuto-flush")
+    except RuntimeError:
+        work()
+        return None
 
 
 def parent(name: str) -> str:
