@@ -181,7 +181,20 @@ class History:
         add_note(self.world.repo, id, kind, body)
 
     def damage(self) -> None:
-        known = self.any()
+        self.damage_one(self.any())
+
+    def damage_relied_on(self) -> None:
+        """Damages what retention relies on after it has read it, and lets retention run: the newest checkpoint of a
+        run, or the one that was verified last."""
+        self.retain()
+        run = self.choose_run()
+        whole = [known for id, known in sorted(self.oracle.there.items()) if id.run == run and not known.damaged]
+        if self.random.random() < 0.5:
+            whole = [known for known in whole if known.verdict == "verified"]
+        self.damage_one(whole[-1] if whole else None)
+        self.retain()
+
+    def damage_one(self, known: Known | None) -> None:
         if known is not None and not known.damaged:
             self.world.damage(known.id.manifest)
             known.damaged = True
@@ -366,8 +379,9 @@ DOINGS: tuple[Callable[[History], None], ...] = (
     History.damage,
     History.copy,
     History.leave,
+    History.damage_relied_on,
 )
-WEIGHTS = (8, 4, 4, 3, 2, 1, 2, 1, 1, 1, 1)
+WEIGHTS = (8, 4, 4, 3, 2, 1, 2, 1, 1, 1, 1, 1)
 
 
 def is_own(id: CheckpointId, name: str) -> bool:
