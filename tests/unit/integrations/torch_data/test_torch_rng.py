@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from tenuto.errors import StateMismatch
+from tenuto.integrations.torch import rng as torch_rng
 from tenuto.integrations.torch.certificate import certificate
 from tenuto.state.position import rng
 from tenuto.state.position.positions import attach
@@ -108,27 +108,10 @@ def test_the_programs_commit_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert identity() is None
 
 
-def test_threads_that_read_the_generators_never_wait_for_each_other_for_ever() -> None:
-    """In a process of its own: where it fails, nothing in that process runs any more."""
-    source = """
-        import gc, os, threading, time
-        from tenuto.integrations.torch import rng
-
-        class Cycle:
-            def __init__(self):
-                self.own = self
-
-            def __del__(self):
-                time.sleep(0)
-
-        def work():
-            for _ in range(300):
-                [Cycle() for _ in range(3)]
-                rng.capture()
-
-        gc.set_threshold(10, 5, 5)
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(source)], check=True, timeout=100)
+def test_one_thread_at_a_time_reads_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadlock that this prevents depends on load: no short run shows it every time."""
+    owned: list[bool] = []
+    read = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: owned.append(torch_rng._reading._is_owned()) or read())
+    torch_rng.capture()
+    assert owned == [True]
