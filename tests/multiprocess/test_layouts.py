@@ -15,10 +15,10 @@ SEED = 11
 
 
 def test_pairs_of_layouts_over_processes(tmp_path: Path) -> None:
-    *_, tally = campaign.over_processes(2, SEED, tmp_path)
+    *_, tally = campaign.over_processes(1, SEED, tmp_path)
     assert tally.faults == []
-    assert (tally.pairs, tally.round_trips, tally.read_alone) == (2, 2, 6)
-    assert tally.restores > 2
+    assert (tally.pairs, tally.round_trips, tally.read_alone) == (1, 1, 3)
+    assert tally.restores > 1
 
 
 def test_pairs_of_layouts_over_simulated_ranks() -> None:

@@ -48,7 +48,8 @@ def test_an_image_takes_no_more_memory_than_the_window(nbytes: int, window: int)
         arena.buffer[begin:end] = begin // step % 250 + 1
         kept = max(0, frontier - window)
         assert arena.buffer[max(kept, begin - step)] in (begin // step % 250 + 1, (begin // step - 1) % 250 + 1)
-        assert resident(address, arena.nbytes) <= max(window, HUGE_PAGE) + HUGE_PAGE
+        if begin // step % 16 == 15 or end == arena.nbytes:  # the kernel walks all of the process's memory for each
+            assert resident(address, arena.nbytes) <= max(window, HUGE_PAGE) + HUGE_PAGE
     arena.release()
     assert len(arena.buffer) == 0
     assert resident(address, nbytes) < nbytes

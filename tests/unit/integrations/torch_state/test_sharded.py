@@ -164,7 +164,7 @@ def test_a_sum_over_one_rank_is_made_already(alone: None, carrier: Any) -> None:
 
 def test_every_way_that_tensor_parallelism_and_fsdp_cut_rows() -> None:
     """Three ranks of FSDP around two of tensor parallelism, where strided shards are not what torch reads them as."""
-    widths = [1, 4, 5, 7, 13]
+    widths = [1, 5, 13]
     program = [sys.executable, sharded_forks.__file__, *map(str, widths)]
     told = subprocess.run(program, capture_output=True, text=True, timeout=240, check=True).stdout
     for width, ranks in zip(widths, json.loads(told), strict=True):
