@@ -86,7 +86,7 @@ def _seal_not_compared() -> AbstractContextManager[Any]:
 def _copy_accepted() -> AbstractContextManager[Any]:
     """An object counts wherever it lies."""
 
-    def decode(kind: str, name: str, data: bytes) -> objects.Fields:
+    def decode(kind: str, name: str, data: bytes, repository: str | None) -> objects.Fields:
         found = objects.Fields(canonical_json.open_seal(data, name=name), name)
         objects.check_format(found)
         if found.values.get("kind") != kind:

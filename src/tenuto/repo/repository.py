@@ -22,12 +22,14 @@ from tenuto.errors import (
     UsageError,
     typed,
 )
+from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step, run_key
 from tenuto.model.records import AttemptRecord, Index, IndexEntry, Json, Manifest, PackEntry
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.format.object_names import REPOSITORY
+from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
 from tenuto.repo.format.small_records import decode_attempt
 from tenuto.repo.replicated.members import join, known, one_of_many
@@ -152,7 +154,7 @@ class Repo:
             "id": id,
             "version": __version__,
         }
-        data = objects.encode("repository", object_names.REPOSITORY, body)
+        data = objects.encode("repository", object_names.REPOSITORY, body, None)
         try:
             store.put_if_absent(object_names.REPOSITORY, Bytes(data), token=id)
         except AlreadyExists:
@@ -162,7 +164,7 @@ class Repo:
     @classmethod
     def _read(cls, store: Store, data: bytes) -> Repo:
         try:
-            found = objects.decode("repository", object_names.REPOSITORY, data)
+            found = objects.decode("repository", object_names.REPOSITORY, data, None)
         except CorruptionError as error:
             raise CorruptionError(
                 f"{object_names.REPOSITORY} at {store.url} is not Tenuto's, or damaged: {error.message}",
@@ -187,14 +189,17 @@ class Repo:
         return sorted(number for number in found if number is not None)
 
     def find_attempt(self, run: str, number: int) -> AttemptRecord | None:
-        """Returns the attempt's record, None if it is unclaimed or its directory is a copy of another. Raises
+        """Returns the attempt's record, None if it is unclaimed or its directory is a copy of another, or of another
+        repository. Raises
         CorruptionError if the record is damaged."""
         name = object_names.attempt_name(run, number)
         try:
             data = self.store.get(name, limit=objects.SMALL)
         except ObjectNotFound:
             return None
-        return None if objects.is_copy(name, data) else decode_attempt(data, run_key(run), number)
+        if objects.is_copy(name, data, self.id):
+            return None
+        return decode_attempt(data, run_key(run), number, self.id)
 
     def attempt(self, run: str, number: int) -> AttemptRecord:
         """Raises CheckpointNotFound where there is no such attempt, CorruptionError where its record is damaged."""
@@ -235,10 +240,10 @@ class Repo:
             if not is_unreadable(error):
                 raise
             return None
-        if len(head) > MAX_ABORTED and _own_path(id) in head:
+        if len(head) > MAX_ABORTED and self._is_own(id, head):
             return True
         try:
-            return isinstance(decode_manifest(bytes(head), id), Manifest) if whole else None
+            return isinstance(decode_manifest(bytes(head), id, self.id), Manifest) if whole else None
         except CorruptionError:
             return None
 
@@ -253,13 +258,20 @@ class Repo:
             if not is_unreadable(error):
                 raise
             return True  # it must not hide what is older, nor be taken for gone
-        if len(data) > MAX_ABORTED and _own_path(id) in data:
+        if len(data) > MAX_ABORTED and self._is_own(id, data):
             return True  # no aborted mark, no copy: a large tree need not be parsed to be counted
         try:
-            return isinstance(decode_manifest(data, id), Manifest)
+            return isinstance(decode_manifest(data, id, self.id), Manifest)
         except CorruptionError:
             begun = self._begun_here(id)
-            return bool(begun) if objects.is_copy(id.manifest, data) else begun is not False
+            return bool(begun) if objects.is_copy(id.manifest, data, self.id) else begun is not False
+
+    def _is_own(self, id: CheckpointId, manifest: bytes | bytearray) -> bool:
+        """Returns whether a manifest, or the head of one, says of its place what only the one of `id` in this
+        repository says: no copy of another does."""
+        place = b',"path":"%b",' % id.manifest.encode()
+        repository = b',"repository":"%b","run":"%b",' % (self.id.encode(), id.run.encode())
+        return place in manifest and repository in manifest
 
     def _begun_here(self, id: CheckpointId) -> bool | None:
         """Returns whether a save was begun in this very place, None if unknown. If True, a copy under the manifest's
@@ -267,9 +279,18 @@ class Repo:
         before."""
         name = object_names.begin_name(id)
         try:
-            return not objects.is_copy(name, self.store.get(name, limit=objects.SMALL))
+            return not objects.is_copy(name, self.store.get(name, limit=objects.SMALL), self.id)
         except (ObjectNotFound, CorruptionError):
             return None
+
+    def misplaced(self, id: CheckpointId) -> Origin | None:
+        """Returns where the manifest was written that lies in the place of `id`'s; None if right there, or if no intact
+        manifest lies there."""
+        try:
+            found = canonical_json.open_seal(self.store.get(id.manifest, limit=MAX_MANIFEST), name=id.manifest)
+        except (ObjectNotFound, CorruptionError):
+            return None
+        return objects.origin_in(found, id.manifest, self.id) if found.get("kind") == "manifest" else None
 
     def manifest(self, id: CheckpointId) -> Manifest:
         """Raises CheckpointNotFound if the checkpoint is not there (or its save was aborted), CorruptionError if its
@@ -284,7 +305,7 @@ class Repo:
     def manifest_bytes(self, id: CheckpointId) -> bytes:
         """Returns the manifest as stored. Raises like `manifest`."""
         data = self._read_manifest(id)
-        if data is None or isinstance(decode_manifest(data, id), Aborted):
+        if data is None or isinstance(decode_manifest(data, id, self.id), Aborted):
             raise self._not_found(id, "there is none, or its save was never finished")
         return data
 
@@ -292,7 +313,7 @@ class Repo:
         """Returns the manifest or aborted mark of a save, None without one. Raises CorruptionError if it is damaged or
         a copy."""
         data = self._read_manifest(id)
-        return None if data is None else decode_manifest(data, id)
+        return None if data is None else decode_manifest(data, id, self.id)
 
     def _read_manifest(self, id: CheckpointId) -> bytes | None:
         try:
@@ -311,14 +332,15 @@ class Repo:
         """Returns one rank's index. Its length and digest are checked against the manifest before it is parsed."""
         name = f"{manifest.id.directory}/{object_names.index_file(rank)}"
         data = self.index_bytes(manifest.id, _entry(manifest, rank))
-        found = decode_index(data, id=manifest.id, rank=rank, tree=manifest.tree)
+        found = decode_index(data, id=manifest.id, rank=rank, tree=manifest.tree, repository=self.id)
         if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
             raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
         return found
 
     def table(self, manifest: Manifest, rank: int = 0) -> Table:
         """Returns the rows of one rank's index, without the paths that the trees have. Raises like `index`."""
-        found = decode_table(self.index_bytes(manifest.id, _entry(manifest, rank)), id=manifest.id, rank=rank)
+        data = self.index_bytes(manifest.id, _entry(manifest, rank))
+        found = decode_table(data, id=manifest.id, rank=rank, repository=self.id)
         if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
             raise CorruptionError(f"{found.name} belongs to another save than its manifest", subject=found.name)
         return found
@@ -336,13 +358,15 @@ class Repo:
             save_id=manifest.save_id,
             ranks=len(manifest.indexes),
             leaves=len(leaf_paths(manifest.tree)) if leaves is None else leaves,
+            repository=self.id,
         )
 
     def packs(self, manifest: Manifest, rank: int = 0) -> tuple[PackEntry, ...]:
         """Returns the packs that one rank's index names, without reading the rest of it or the tree. Raises like
         `index`."""
         entry = _entry(manifest, rank)
-        save_id, packs = decode_packs(self.index_bytes(manifest.id, entry), id=manifest.id, rank=rank)
+        data = self.index_bytes(manifest.id, entry)
+        save_id, packs = decode_packs(data, id=manifest.id, rank=rank, repository=self.id)
         if save_id != manifest.save_id:
             name = f"{manifest.id.directory}/{entry.name}"
             raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
@@ -376,11 +400,6 @@ def _entry(manifest: Manifest, rank: int) -> IndexEntry:
         if entry.name == wanted:
             return entry
     raise CorruptionError(f"the manifest of {manifest.id} names no index {wanted}", subject=manifest.id.manifest)
-
-
-def _own_path(id: CheckpointId) -> bytes:
-    """Returns what only the manifest of `id` itself, and no copy of another, says of its place."""
-    return b',"path":"%b",' % id.manifest.encode()
 
 
 def _is_run(key: str) -> bool:

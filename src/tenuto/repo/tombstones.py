@@ -44,9 +44,8 @@ def put_tombstone(repo: Repo, id: CheckpointId, *, reason: str, attempt: int = 0
         "created": now_text(),
         "owner": owner_json(stone.owner),
         "reason": reason,
-        "repository": repo.id,
     }
-    objects.put(repo.store, name, objects.encode("tombstone", name, body), token=token)
+    objects.put(repo.store, name, objects.encode("tombstone", name, body, repo.id), token=token)
     return stone
 
 
@@ -102,7 +101,7 @@ def _read(repo: Repo, name: str) -> Tombstone | None:
     if id is None:
         return None
     try:
-        found = objects.decode("tombstone", name, repo.store.get(name, limit=objects.SMALL))
+        found = objects.decode("tombstone", name, repo.store.get(name, limit=objects.SMALL), repo.id)
         return Tombstone(name, id, read_owner(found), found.text("reason"), found.whole("attempt"))
     except (ObjectNotFound, CorruptionError):
         return None

@@ -149,7 +149,7 @@ class RunClaim:
             raise
         try:
             with self._claims() as round:
-                round.broadcast(CLAIMED + b"\n" + encode_attempt(attempt.record))
+                round.broadcast(CLAIMED + b"\n" + encode_attempt(attempt.record, self._repo.id))
         except BaseException:
             attempt.release()
             raise

@@ -224,7 +224,7 @@ class JobGroup:
                 return announced(repo, record), int(number)
             attempt, step = find()
             try:
-                round.broadcast(b"%d\n" % step + encode_attempt(attempt.record))
+                round.broadcast(b"%d\n" % step + encode_attempt(attempt.record, attempt.repo.id))
             except BaseException:
                 attempt.release()
                 raise

@@ -18,6 +18,7 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
+from tenuto.repo.format.objects import Origin
 from tenuto.repo.lineage import latest, walk
 from tenuto.repo.replicated.places import unreachable
 from tenuto.repo.repository import Repo
@@ -120,10 +121,23 @@ def choose(
     skipped ones with the reasons. Raises and returns like `restore_latest`."""
     skipped: list[tuple[CheckpointId, str]] = []
     stranded: CheckpointId | None = None
+    strange: list[CheckpointId] = []  # verify names what is of another repository when it looks at everything
+
+    def pass_over(id: CheckpointId, origin: Origin) -> None:
+        why = f"what lies there {origin.words(repo.id)}"
+        emit.warn(f"{id} is passed over: {why}", run)
+        if origin.repository != repo.id:  # a copy beside its original is no loss
+            strange.append(id)
+            skipped.append((id, why))
+            emit.emit(CandidateSkipped(id, why))
+
+    def report(message: str) -> None:
+        emit.emit(Warned(message, run))
+
     for _ in range(CHOICES):
         skipped = []
         try:
-            for id in walk(repo, run, report=lambda message: emit.emit(Warned(message, run)), withdrawn=withdrawn):
+            for id in walk(repo, run, report=report, withdrawn=withdrawn, misplaced=pass_over):
                 try:
                     return _unless_vanished(repo, id, attempt), skipped
                 except CorruptionError as error:
@@ -154,7 +168,7 @@ def choose(
             subject=run,
             hint=f"on the nodes that have them: {typed('tenuto', 'replicate', repo.url)}"
             if unreachable(repo.store)
-            else typed("tenuto", "verify", repo.url, "--run", run),
+            else typed("tenuto", "verify", repo.url, *([] if strange else ["--run", run])),
         )
     if stranded is not None:
         raise NothingRestorable(
