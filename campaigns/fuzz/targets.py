@@ -27,11 +27,10 @@ from tenuto.repo.format.manifest import Aborted, decode_manifest, decode_outline
 from tenuto.repo.format.safetensors import pad_header, parse_header
 from tenuto.repo.format.shard_table import decode_boxes, saved_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_begin, decode_lease, read_owner
-from tenuto.repo.repository import Repo
+from tenuto.repo.identity import decode as decode_identity
 from tenuto.sharding.coverage import check_coverage
 from tenuto.state.restore.match import match_state
 from tenuto.state.tree import leaf_paths
-from tenuto.store.memory import MemoryStore
 
 ID: Final = CheckpointId("main", 1, 20)
 REPOSITORY: Final = "7" * 32
@@ -190,9 +189,7 @@ def tombstone(data: bytes) -> None:
 
 
 def repository(data: bytes) -> None:
-    store = MemoryStore("fuzz")
-    store.place.objects.clear()
-    Repo._read(store, sealed(data))
+    decode_identity(object_names.REPOSITORY, sealed(data))
 
 
 @dataclass(frozen=True)

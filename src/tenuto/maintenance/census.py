@@ -166,7 +166,7 @@ def mark_directory(id: CheckpointId) -> str:
 def place(census: Census, entry: Entry) -> bool:
     """Files one object under what its name says it is; False if no object of Tenuto is called so."""
     parts = entry.name.split("/")
-    if entry.name == object_names.REPOSITORY:
+    if entry.name in (object_names.REPOSITORY, object_names.REPOSITORY_COPY):
         return True
     if entry.name == object_names.MEMBER or (
         parts[0] == object_names.PLACES and len(parts) == 2 and object_names.is_place(parts[1])

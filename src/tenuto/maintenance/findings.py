@@ -13,9 +13,11 @@ from tenuto.maintenance.census import AttemptDirectory, Census, SaveDirectory, c
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, Json
+from tenuto.repo import identity
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.object_names import save_of
+from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.small_records import decode_attempt, decode_lease
 from tenuto.repo.refs import KINDS, read_ref
 from tenuto.repo.repository import Repo
@@ -49,6 +51,7 @@ class Finding:
 
 def repository_findings(repo: Repo, census: Census, checked: frozenset[CheckpointId]) -> Iterator[Finding]:
     """Yields findings about everything but the checkpoints in `checked`. Foreign objects are never errors."""
+    yield from _identity(repo)
     copies: set[tuple[str, int]] = set()
     lost = LostManifests()
     for attempt in census.attempts.values():
@@ -65,6 +68,23 @@ def repository_findings(repo: Repo, census: Census, checked: frozenset[Checkpoin
         yield Finding(None, "info", "not written by Tenuto, and may not be listed; passed over", object=directory)
     for entry in everything(repo, partial(leftovers_of, repo.store), []):
         yield Finding(None, "info", f"left over from an unfinished put ({entry.length} bytes)", object=entry.name)
+
+
+def _identity(repo: Repo) -> Iterator[Finding]:
+    """Yields findings about the two objects that say what the repository is."""
+    for name in identity.NAMES:
+        try:
+            found = identity.decode(name, repo.store.get(name, limit=objects.SMALL))
+        except ObjectNotFound:
+            # A single save leaves the second to the next writer.
+            severity: Severity = "error" if name == object_names.REPOSITORY else "info"
+            message = "is missing: the next training there puts it"
+            yield Finding(None, severity, message, object=name, harms_restore=False)
+        except CorruptionError as error:
+            yield _error(name, f"{error.message}; the next training there puts it right")
+        else:
+            if found.id != repo.id:
+                yield _error(name, Origin(name, found.id).words(repo.id))
 
 
 def _save(
@@ -221,9 +241,8 @@ def attempt_findings(
             yield Finding(None, "info", message, object=name)
         else:
             yield _error(name, error.message)
-    if record is not None:
-        if record.parent is not None:
-            lost.named[record.parent] = f"attempt {found.number} of run {found.run} goes on from it"
+    if record is not None and record.parent is not None:
+        lost.named[record.parent] = f"attempt {found.number} of run {found.run} goes on from it"
     for entry in found.leases:
         yield from _lease(repo, found, entry, record, lost)
 

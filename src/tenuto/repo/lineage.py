@@ -57,8 +57,8 @@ def walk(
     committed before them.
 
     `misplaced` is called with each place on the walk in which a copy of another checkpoint lies, or a checkpoint of
-    another repository: what had been there is lost to the walk. `report` is told of damage that the walk goes around. Bounded by the attempts that exist, whatever
-    they say.
+    another repository: what had been there is lost to the walk. `report` is told of damage that the walk goes around.
+    Bounded by the attempts that exist, whatever they say.
     """
     run = run_key(run)
     warn: Report = report or (lambda message: None)

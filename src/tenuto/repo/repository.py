@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Final, Protocol
 from urllib.parse import unquote, urlsplit
 
-from tenuto.codec.digest import CHUNK_BYTES, DIGEST_NAME, digest
+from tenuto.codec.digest import CHUNK_BYTES, digest
 from tenuto.errors import (
     AlreadyExists,
     CheckpointNotFound,
@@ -24,7 +24,7 @@ from tenuto.errors import (
 )
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step, run_key
-from tenuto.model.records import AttemptRecord, Index, IndexEntry, Json, Manifest, PackEntry
+from tenuto.model.records import AttemptRecord, Index, IndexEntry, Manifest, PackEntry
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
@@ -32,6 +32,7 @@ from tenuto.repo.format.object_names import REPOSITORY
 from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
 from tenuto.repo.format.small_records import decode_attempt
+from tenuto.repo.identity import Identity, keep_twice, read_identity, say_damaged
 from tenuto.repo.replicated.members import join, known, one_of_many
 from tenuto.repo.replicated.places import mark_damaged, places_of
 from tenuto.state.tree import leaf_paths
@@ -103,9 +104,8 @@ class Repo:
     @classmethod
     def open(cls, store: Store) -> Repo:
         """Raises NotARepository, naming one found nearby; CorruptionError; FormatTooNew. Writes nothing."""
-        try:
-            data = store.get(object_names.REPOSITORY, limit=objects.SMALL)
-        except ObjectNotFound:
+        found = read_identity(store)
+        if found is None:
             near = nearby(store)
             raise NotARepository(
                 f"there is no Tenuto repository at {store.url}",
@@ -113,31 +113,51 @@ class Repo:
                 hint=f"there is one at {near}"
                 if near
                 else "tenuto.Checkpointer and tenuto.save create one by writing to it",
-            ) from None
-        return cls._read(store, data)
+            )
+        identity, wrong = found
+        if wrong:
+            say_damaged(store, wrong)
+        return cls._of(store, identity)
 
     @classmethod
-    def create_or_open(cls, store: Store, *, chunk_bytes: int = CHUNK_BYTES) -> Repo:
+    def create_or_open(
+        cls,
+        store: Store,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        once: bool = False,
+        before_create: Callable[[], object] | None = None,
+    ) -> Repo:
         """Opens the repository, creating it where there is none, beside whatever else lies there. However many
-        processes create it at once, all end with one repository. RepositoryError for a place that is not its home."""
-        created = False
-        try:
-            data = store.get(object_names.REPOSITORY, limit=objects.SMALL)
-        except ObjectNotFound:
-            data, created = cls._create(store, chunk_bytes)
-        repo = cls._read(store, data)
+        processes create it at once, all end with one repository. RepositoryError for a place that is not its home.
+
+        `once`: a repository that is made here says what it is in one object, and the next writer adds the second: a
+        single save shall not wait for it. `before_create` is called before a repository is made; what it raises is
+        raised, and nothing was put.
+        """
+        found = read_identity(store)
+        created = found is None
+        if found is None:
+            if before_create is not None:
+                before_create()
+            identity, created = cls._create(store, chunk_bytes)
+        else:
+            identity = found[0]
+        repo = cls._of(store, identity)
         places = places_of(repo.store)
         if places is not None and places.of:
             raise one_of_many(store.url, places.of)
         if not created:
             # Another process may have made it a moment ago: what is put from now on relies on it.
             store.settle(object_names.REPOSITORY)
+        if not (created and once):
+            keep_twice(store, identity)
         join(repo.store, repo.id)
         return repo
 
     @classmethod
-    def _create(cls, store: Store, chunk_bytes: int) -> tuple[bytes, bool]:
-        """Returns the content of the repository's first object and whether this call put it."""
+    def _create(cls, store: Store, chunk_bytes: int) -> tuple[Identity, bool]:
+        """Returns what the repository says of itself and whether this call made it."""
         if not 1 <= chunk_bytes <= objects.MAX_CHUNK:
             raise UsageError(f"a chunk cannot have {chunk_bytes} bytes")
         if not store.probe().commits:
@@ -146,35 +166,19 @@ class Repo:
                 subject=store.url,
                 hint="choose a place on a local file system, or one with hard links",
             )
-        id = secrets.token_hex(16)
-        body: dict[str, Json] = {
-            "chunk_bytes": chunk_bytes,
-            "created": now_text(),
-            "digests": {"chunk": DIGEST_NAME, "content": "sha-256", "object": DIGEST_NAME},
-            "id": id,
-            "version": __version__,
-        }
-        data = objects.encode("repository", object_names.REPOSITORY, body, None)
+        made = Identity(secrets.token_hex(16), chunk_bytes, now_text(), __version__)
         try:
-            store.put_if_absent(object_names.REPOSITORY, Bytes(data), token=id)
+            store.put_if_absent(object_names.REPOSITORY, Bytes(made.encode(object_names.REPOSITORY)), token=made.id)
         except AlreadyExists:
-            return store.get(object_names.REPOSITORY, limit=objects.SMALL), False
-        return data, True
+            found = read_identity(store)
+            if found is None:
+                raise
+            return found[0], False
+        return made, True
 
     @classmethod
-    def _read(cls, store: Store, data: bytes) -> Repo:
-        try:
-            found = objects.decode("repository", object_names.REPOSITORY, data, None)
-        except CorruptionError as error:
-            raise CorruptionError(
-                f"{object_names.REPOSITORY} at {store.url} is not Tenuto's, or damaged: {error.message}",
-                subject=object_names.REPOSITORY,
-            ) from None
-        names = found.mapping("digests")
-        if names != {"chunk": DIGEST_NAME, "content": "sha-256", "object": DIGEST_NAME}:
-            raise found.refuse("uses digests that this version does not know")
-        id = found.hex("id", 32)
-        return cls(known(store, id), id, found.whole("chunk_bytes", minimum=1, maximum=objects.MAX_CHUNK))
+    def _of(cls, store: Store, identity: Identity) -> Repo:
+        return cls(known(store, identity.id), identity.id, identity.chunk_bytes)
 
     def runs(self) -> list[str]:
         """Returns the runs that have an attempt, by directory name, sorted. Ignores foreign directories."""

@@ -10,6 +10,8 @@ from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_ste
 from tenuto.store.contract import TEMPORARY
 
 REPOSITORY: Final = "tenuto.json"
+REPOSITORY_COPY: Final = "tenuto.copy.json"
+"""Says the same as REPOSITORY."""
 MEMBER: Final = "tenuto-member.json"
 """In a place that is not the home: identifies the repository it belongs to."""
 PLACES: Final = "places"
