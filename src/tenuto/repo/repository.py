@@ -79,6 +79,10 @@ def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+BeforeCreate = Callable[[Store], object]
+"""Called with the store before a repository is made in it. What it raises keeps that from happening."""
+
+
 class CommitObserver(Protocol):
     """Learns of the saves that this process begins and commits, in the threads that do so."""
 
@@ -126,7 +130,7 @@ class Repo:
         *,
         chunk_bytes: int = CHUNK_BYTES,
         once: bool = False,
-        before_create: Callable[[], object] | None = None,
+        before_create: BeforeCreate | None = None,
     ) -> Repo:
         """Opens the repository, creating it where there is none, beside whatever else lies there. However many
         processes create it at once, all end with one repository. RepositoryError for a place that is not its home.
@@ -139,7 +143,7 @@ class Repo:
         created = found is None
         if found is None:
             if before_create is not None:
-                before_create()
+                before_create(store)
             identity, created = cls._create(store, chunk_bytes)
         else:
             identity = found[0]
