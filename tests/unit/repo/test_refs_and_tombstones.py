@@ -173,6 +173,16 @@ def test_a_tombstone_says_who_and_why(repo: Repo, make: Any, id: CheckpointId) -
     found = objects.decode("tombstone", stone.name, repo.store.get(stone.name, limit=10_000), repo.id)
     assert found.text("created").endswith("Z")
     assert tombstones._read(repo, stone.name) == stone
+    body = {key: value for key, value in found.values.items() if key != "digest"}
+    theirs = objects.encode("tombstone", stone.name, body, "0" * 32)
+    repo.store.delete([stone.name])
+    repo.store.put_if_absent(stone.name, Bytes(theirs), token="x")
+    assert not is_tombstoned(repo, id), "announced in another repository"
+    repo.store.delete([stone.name])
+    repo.store.put_if_absent(stone.name, Bytes(theirs[:-1]), token="x")
+    assert is_tombstoned(repo, id), "unreadable: it counts"
+    repo.store.delete([stone.name])
+    stone = put_tombstone(repo, id, reason="rm", attempt=3)
     second = put_tombstone(repo, id, reason="gc")
     assert (second.attempt, tombstones.still_exists(repo, second)) == (0, True)
     take_back(repo, stone)
