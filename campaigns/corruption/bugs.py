@@ -86,7 +86,7 @@ def _seal_not_compared() -> AbstractContextManager[Any]:
 def _copy_accepted() -> AbstractContextManager[Any]:
     """An object counts wherever it lies."""
 
-    def decode(kind: str, name: str, data: bytes) -> objects.Fields:
+    def decode(kind: str, name: str, data: bytes, repository: str | None) -> objects.Fields:
         found = objects.Fields(canonical_json.open_seal(data, name=name), name)
         objects.check_format(found)
         if found.values.get("kind") != kind:
@@ -224,8 +224,19 @@ def _every_lease_is_fine() -> AbstractContextManager[Any]:
 
 
 def _any_repository() -> AbstractContextManager[Any]:
-    """Objects of another repository pass."""
-    return replacing(findings.is_strange, lambda repo, found: False)
+    """Whose an object is does not matter."""
+    stack = replacing(objects.check_repository, _nothing)
+
+    def origin_in(values: Any, name: str, repository: str) -> objects.Origin | None:
+        return None if values.get("path") == name else objects.Origin(str(values.get("path")), repository)
+
+    stack.enter_context(replacing(objects.origin_in, origin_in))
+    stack.enter_context(mock.patch.object(repository.Repo, "_is_own", _is_of_this_place))
+    return stack
+
+
+def _is_of_this_place(self: Any, id: CheckpointId, manifest: Any) -> bool:
+    return b',"path":"%b",' % id.manifest.encode() in manifest
 
 
 def _missing_pack_passes() -> AbstractContextManager[Any]:
@@ -278,6 +289,7 @@ BUGS: Final = (
     Bug("tombstones are not looked at", "what rots there passes", _every_small_object_is_fine, STEPS, ("tombstone",)),
     Bug("leases are not looked at", "a damaged lease passes", _every_lease_is_fine, STEPS, ("lease",)),
     Bug("another repository's objects pass", "a foreign note or ref counts", _any_repository, STEPS, ("note", "ref")),
+    Bug("another repository's directory passes", "its weights are restored (I5)", _any_repository, kinds=("pack",)),
     Bug("a missing pack passes", "a checkpoint without bytes is whole", _missing_pack_passes, CHUNKS, ("pack",)),
     Bug("what was removed is not looked at", "undelete breaks its word", _removed_is_no_matter, STEPS, ("pack",)),
     Bug("begin.json is not looked at", "gc would not know its own", _begin_is_no_matter, CHUNKS, ("begin",)),

@@ -94,6 +94,7 @@ def summary(tally: Tally, bugs: Iterable[BugResult], peers: dict[str, dict[str, 
         "violations": tally.violations[:100],
         "violation_count": len(tally.violations),
         "untouched_stores_checked": tally.untouched,
+        "directories_in_the_wrong_place": dict(sorted(tally.directories.items())),
         "harmless_changes": dict(sorted(tally.harmless.items())),
         "false_alarms": tally.alarms[:100],
         "false_alarm_count": len(tally.alarms),
@@ -140,7 +141,9 @@ def text(report: dict[str, Any]) -> str:
     lines.append(
         f"{report['faults']:,} faults, {report['detected']:,} detected, {report['violation_count']} violations, "
         f"{report['false_alarm_count']} false alarms in {sum(report['harmless_changes'].values()):,} harmless changes "
-        f"and {report['untouched_stores_checked']:,} untouched stores; {report['bugs_caught']} of "
+        f"and {report['untouched_stores_checked']:,} untouched stores; "
+        f"{sum(report['directories_in_the_wrong_place'].values()):,} directories in the wrong place; "
+        f"{report['bugs_caught']} of "
         f"{report['bugs_seeded']} seeded bugs caught; {report['seconds']} s, seed {report['seed']}"
     )
     return "\n".join(lines)

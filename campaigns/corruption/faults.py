@@ -93,7 +93,12 @@ def kind_of(name: str, data: bytes) -> str:
     file = parts[-1]
     if file == "manifest.json":
         return "aborted mark" if data.startswith(b'{"by":') else "manifest"
-    plain = {"tenuto.json": "repository", "attempt.json": "attempt", "begin.json": "begin"}
+    plain = {
+        "tenuto.json": "repository",
+        "tenuto.copy.json": "repository",
+        "attempt.json": "attempt",
+        "begin.json": "begin",
+    }
     return plain.get(file) or ("index" if file.endswith(".index") else "pack")
 
 

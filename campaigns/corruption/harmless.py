@@ -61,9 +61,10 @@ def _beat(shape: Shape, source: random.Random) -> str:
     directory, _, file = name.rpartition("/")
     run, attempt = directory.split("/")[1], int(directory.split("/")[2][1:])
     last = max(parse_numbered(other.rpartition("/")[2]) or 0 for other in beats if other.startswith(f"{directory}/"))
-    was = decode_lease(shape.objects[object_names.numbered(directory, last)], run, attempt, last)
+    was = decode_lease(shape.objects[object_names.numbered(directory, last)], run, attempt, last, shape.repo.id)
     beat = LeaseRecord(last + 1, was.id, was.parent, was.closed, source.random() < 0.5)
-    shape.place.objects[object_names.numbered(directory, last + 1)] = encode_lease(beat, run, attempt), 2
+    data = encode_lease(beat, run, attempt, shape.repo.id)
+    shape.place.objects[object_names.numbered(directory, last + 1)] = data, 2
     shape.place.objects.pop(object_names.numbered(directory, last - 1), None)
     return f"the lease of {run}, attempt {attempt}, moved on from {file}"
 

@@ -224,7 +224,7 @@ def _concerns(fault: Fault, finding: Finding) -> bool:
     if finding.message.startswith(("a removal was begun", "gc has found that nothing needs it")):
         return False
     if target.kind == "repository":
-        return finding.severity == "error"
+        return finding.severity == "error" or finding.object == target.name
     name = finding.object or ""
     if name == target.name or target.name in finding.message:
         return True

@@ -43,20 +43,20 @@ def known(untouched: Iterable[bytes]) -> Iterator[None]:
             seals[data] = open_seal(data, name=name)
         return seals[data]
 
-    def manifest_of(data: bytes, id: CheckpointId) -> Any:
+    def manifest_of(data: bytes, id: CheckpointId, repository: str) -> Any:
         if data not in vouched:
-            return decode_manifest(data, id)
+            return decode_manifest(data, id, repository)
         if (data, id) not in manifests:
-            found = manifests[data, id] = decode_manifest(data, id)
+            found = manifests[data, id] = decode_manifest(data, id, repository)
             trees.add(id_of(getattr(found, "tree", None)))
         return manifests[data, id]
 
-    def index_of(data: bytes, *, id: CheckpointId, rank: int, tree: Any) -> Any:
+    def index_of(data: bytes, *, id: CheckpointId, rank: int, tree: Any, repository: str) -> Any:
         key = (data, id, rank, id_of(tree))
         if data not in vouched or id_of(tree) not in trees:
-            return decode_index(data, id=id, rank=rank, tree=tree)
+            return decode_index(data, id=id, rank=rank, tree=tree, repository=repository)
         if key not in indexes:
-            indexes[key] = decode_index(data, id=id, rank=rank, tree=tree)
+            indexes[key] = decode_index(data, id=id, rank=rank, tree=tree, repository=repository)
         return indexes[key]
 
     def header_of(block: Any, *, name: str, file_length: int | None = None, **rest: Any) -> Any:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Final
 
+from campaigns.corruption.directories import CHANGES as DISPLACEMENTS
+from campaigns.corruption.directories import displaced
 from campaigns.corruption.faults import Fault, Target, draw, targets
 from campaigns.corruption.harmless import CHANGES, false_alarms, unharmed
 from campaigns.corruption.judge import Verdict, judge
@@ -22,6 +24,8 @@ FAULTS: Final = 1000
 """Of one unit."""
 HARMLESS_ONE_IN: Final = 200
 """A harmless change for so many faults."""
+DISPLACED_ONE_IN: Final = 50
+"""A directory in the wrong place for so many faults."""
 WALK_ONE_IN: Final = 4
 WHOLE_ONE_IN: Final = 250
 AGAIN_ONE_IN: Final = 500
@@ -48,6 +52,8 @@ class Tally:
     classes: Counter[str] = field(default_factory=Counter)
     """Faults by byte class, where one was aimed at."""
     harmless: Counter[str] = field(default_factory=Counter)
+    directories: Counter[str] = field(default_factory=Counter)
+    """Directories in the wrong place, by kind."""
     untouched: int = 0
     """How often an untouched store was verified and read."""
     again: int = 0
@@ -67,6 +73,7 @@ class Tally:
         self.told.update(other.told)
         self.classes.update(other.classes)
         self.harmless.update(other.harmless)
+        self.directories.update(other.directories)
         self.untouched += other.untouched
         self.again += other.again
         self.violations += other.violations
@@ -110,6 +117,10 @@ def run_unit(unit: Unit) -> Tally:
             kind = source.choice(kinds)
             tally.alarms += unharmed(shape, kind, source)
             tally.harmless[kind] += 1
+        for _ in range(max(1, unit.faults // DISPLACED_ONE_IN)):
+            kind = source.choice(list(DISPLACEMENTS))
+            tally.violations += displaced(shape, kind, source)
+            tally.directories[kind] += 1
     for fault, walk, first in again:
         second = judge(shape, fault, walk=walk, whole=True)
         tally.again += 1

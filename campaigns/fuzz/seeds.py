@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from campaigns.fuzz.targets import BOXES_OF, ID, TREE
+from campaigns.fuzz.targets import BOXES_OF, ID, REPOSITORY, TREE
 from tenuto.codec.digest import digest
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
@@ -50,8 +50,12 @@ def state() -> dict[str, Any]:
 def make() -> dict[str, list[bytes]]:
     found = flatten(state())
     small = flatten({"a": np.zeros(2, np.float32), "b": np.ones((2, 1), np.uint8)})
-    manifests = [_manifest(found.tree), _manifest(small.tree), encode_aborted(Aborted(ID, _SAVE, "somebody"))]
-    index = encode_index(_index(), ID)
+    manifests = [
+        _manifest(found.tree),
+        _manifest(small.tree),
+        encode_aborted(Aborted(ID, _SAVE, "somebody"), REPOSITORY),
+    ]
+    index = encode_index(_index(), ID, REPOSITORY)
     split = _split(index)
     parent = CheckpointId("other", 1, 3)
     who = this_process()
@@ -66,10 +70,12 @@ def make() -> dict[str, list[bytes]]:
         "tree": [canonical_json.dumps(found.tree), canonical_json.dumps(small.tree), *_single_values()],
         "index": [split],
         "index_bytes": [index],
-        "boxes": [_split(encode_boxes(_boxes(), ID, BOXES_OF))],
-        "begin": [_open(encode_begin(Begin(ID, _SAVE, ("rank-00000.index", "rank-00000.safetensors"), None)))],
-        "attempt": [_open(encode_attempt(record))],
-        "lease": [_open(encode_lease(LeaseRecord(2, _SAVE, parent, True, False), "main", 1))],
+        "boxes": [_split(encode_boxes(_boxes(), ID, BOXES_OF, REPOSITORY))],
+        "begin": [
+            _open(encode_begin(Begin(ID, _SAVE, ("rank-00000.index", "rank-00000.safetensors"), None), REPOSITORY))
+        ],
+        "attempt": [_open(encode_attempt(record, REPOSITORY))],
+        "lease": [_open(encode_lease(LeaseRecord(2, _SAVE, parent, True, False), "main", 1, REPOSITORY))],
         "note": [
             _object("note", f"{object_names.notes_directory(ID)}/1.json", {"note": "metric", "body": {"loss": 0.5}})
         ],
@@ -78,7 +84,7 @@ def make() -> dict[str, list[bytes]]:
             _object(
                 "tombstone",
                 "tombstones/main/a0001/step-00000020/1.json",
-                {"attempt": 0, "created": "", "owner": owner_json(who), "reason": "rm", "repository": _SAVE},
+                {"attempt": 0, "created": "", "owner": owner_json(who), "reason": "rm"},
             )
         ],
         "repository": [
@@ -124,7 +130,8 @@ def _manifest(tree: Any) -> bytes:
             environment={"python": "3.11"},
             certificate={"exact": True},
             created="2026-01-02T03:04:05Z",
-        )
+        ),
+        REPOSITORY,
     )
 
 
@@ -170,7 +177,7 @@ def _file() -> bytes:
 
 
 def _object(kind: str, name: str, body: dict[str, Any]) -> bytes:
-    return _open(objects.encode(kind, name, body))
+    return _open(objects.encode(kind, name, body, None if kind == "repository" else REPOSITORY))
 
 
 def _open(data: bytes) -> bytes:

@@ -27,13 +27,14 @@ from tenuto.repo.format.manifest import Aborted, decode_manifest, decode_outline
 from tenuto.repo.format.safetensors import pad_header, parse_header
 from tenuto.repo.format.shard_table import decode_boxes, saved_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_begin, decode_lease, read_owner
-from tenuto.repo.repository import Repo
+from tenuto.repo.identity import decode as decode_identity
 from tenuto.sharding.coverage import check_coverage
 from tenuto.state.restore.match import match_state
 from tenuto.state.tree import leaf_paths
-from tenuto.store.memory import MemoryStore
 
 ID: Final = CheckpointId("main", 1, 20)
+REPOSITORY: Final = "7" * 32
+"""The id of the repository that everything is read in."""
 MAX_BYTES: Final = 1 << 16
 """Longer inputs find nothing that shorter ones do not, and take longer."""
 
@@ -79,12 +80,12 @@ def canonical_json(data: bytes) -> None:
 
 def manifest(data: bytes) -> None:
     data = sealed(data)
-    found = decode_manifest(data, ID)
+    found = decode_manifest(data, ID, REPOSITORY)
     if isinstance(found, Aborted):
         return
     for entry in found.tables:
         _inside(entry.name)
-    outline = decode_outline(data, ID)
+    outline = decode_outline(data, ID, REPOSITORY)
     if outline is not None and (outline[0].indexes, outline[0].parent) != (found.indexes, found.parent):
         raise Broken("a manifest's outline is not that of the manifest")
     tree(canonical.dumps(found.tree))
@@ -92,7 +93,7 @@ def manifest(data: bytes) -> None:
 
 def outline(data: bytes) -> None:
     """Only the outline is read: it must not let pass what the manifest's reader refuses but for the tree."""
-    found = decode_outline(sealed(data), ID)
+    found = decode_outline(sealed(data), ID, REPOSITORY)
     if found is not None and isinstance(found[0], Manifest):
         for entry in found[0].tables:
             _inside(entry.name)
@@ -121,10 +122,10 @@ def index(data: bytes) -> None:
 
 
 def index_bytes(data: bytes) -> None:
-    _, packs = decode_packs(data, id=ID, rank=0)
+    _, packs = decode_packs(data, id=ID, rank=0, repository=REPOSITORY)
     for pack in packs:
         _inside(pack.name)
-    found = decode_index(data, id=ID, rank=0, tree=TREE)
+    found = decode_index(data, id=ID, rank=0, tree=TREE, repository=REPOSITORY)
     lengths = {number: pack.length for number, pack in enumerate(found.packs)}
     for row, spec in enumerate(found.specs):
         if int(found.offset[row]) + int(found.length[row]) > lengths[int(found.pack[row])]:
@@ -138,7 +139,7 @@ def boxes(data: bytes) -> None:
         block = pad_header(text.decode("ascii"), align=64) + rest
     except UnicodeDecodeError:
         block = data
-    found = decode_boxes(block, id=ID, save_id=BOXES_OF, ranks=2, leaves=2)
+    found = decode_boxes(block, id=ID, save_id=BOXES_OF, ranks=2, leaves=2, repository=REPOSITORY)
     for at, leaf in enumerate(found.leaf.tolist()):
         cut, whole = slice(*found.bounds[at : at + 2].tolist()), slice(*found.ends[leaf : leaf + 2].tolist())
         if (found.origin[cut] < 0).any() or (found.origin[cut] + found.shape[cut] > found.whole[whole]).any():
@@ -156,41 +157,39 @@ TREE: Final[Any] = {
 
 
 def begin(data: bytes) -> None:
-    for name in decode_begin(sealed(data), ID).names:
+    for name in decode_begin(sealed(data), ID, REPOSITORY).names:
         _inside(name)
 
 
 def attempt(data: bytes) -> None:
-    decode_attempt(sealed(data), "main", 1)
+    decode_attempt(sealed(data), "main", 1, REPOSITORY)
 
 
 def lease(data: bytes) -> None:
-    decode_lease(sealed(data), "main", 1, 2)
+    decode_lease(sealed(data), "main", 1, 2, REPOSITORY)
 
 
 def note(data: bytes) -> None:
     name = f"{object_names.notes_directory(ID)}/1.json"
-    found = objects.decode("note", name, sealed(data))
+    found = objects.decode("note", name, sealed(data), REPOSITORY)
     found.text("note")
     found.mapping("body")
 
 
 def ref(data: bytes) -> None:
-    objects.decode("ref", "refs/tag/best/1.json", sealed(data)).checkpoint("to")
+    objects.decode("ref", "refs/tag/best/1.json", sealed(data), REPOSITORY).checkpoint("to")
 
 
 def tombstone(data: bytes) -> None:
     name = "tombstones/main/a0001/step-00000020/1.json"
-    found = objects.decode("tombstone", name, sealed(data))
+    found = objects.decode("tombstone", name, sealed(data), REPOSITORY)
     read_owner(found)
     found.text("reason")
     found.whole("attempt")
 
 
 def repository(data: bytes) -> None:
-    store = MemoryStore("fuzz")
-    store.place.objects.clear()
-    Repo._read(store, sealed(data))
+    decode_identity(object_names.REPOSITORY, sealed(data))
 
 
 @dataclass(frozen=True)

@@ -277,11 +277,12 @@ class Member:
         if self.coordinates:
             with round:
                 self.attempt = self._claimed(takeover, parent)
-                round.broadcast(encode_attempt(self.attempt.record))
+                round.broadcast(encode_attempt(self.attempt.record, self.repo.id))
         else:
             with round:
                 record = round.receive(DEADLINE_S)
-            self.attempt = joined(self.repo, decode_attempt(record, RUN, int(canonical_json.loads(record)["attempt"])))
+            number = int(canonical_json.loads(record)["attempt"])
+            self.attempt = joined(self.repo, decode_attempt(record, RUN, number, self.repo.id))
         together = GroupCommit(self.repo, self.agreement, deadline_s=DEADLINE_S)
         self.saver = Saver(self.repo, RUN, lasting=False, protocol=together)
         self.saver.attempt = self.attempt

@@ -94,7 +94,7 @@ def _everything_in_the_directory() -> Iterator[None]:
 @contextmanager
 def _copies_count() -> Iterator[None]:
     """A copied directory counts as a checkpoint."""
-    with mock.patch.object(objects, "is_copy", lambda name, data: False):
+    with mock.patch.object(objects, "is_copy", lambda name, data, repository: False):
         yield
 
 

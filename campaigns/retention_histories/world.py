@@ -55,7 +55,8 @@ class World:
         that goes on from there and never commits, as after a claim that withdrew."""
         number = max(self.repo.attempts(run), default=0) + 1
         record = AttemptRecord(run, number, self.token(), parent, self.owner)
-        objects.put(self.store, object_names.attempt_name(run, number), encode_attempt(record), token=record.id)
+        name, data = object_names.attempt_name(run, number), encode_attempt(record, self.repo.id)
+        objects.put(self.store, name, data, token=record.id)
         if parent is not None and (not self.repo.exists(parent) or is_tombstoned(self.repo, parent)):
             return number, None
         return number, Attempt(self.repo, record, Lease(self.repo, record))
@@ -93,7 +94,7 @@ class World:
             metrics=metrics or {},
             created="" if created_s is None else written(created_s),
         )
-        data = encode_manifest(manifest)
+        data = encode_manifest(manifest, self.repo.id)
         objects.put(self.store, id.manifest, data, token=save_id)
         if self.repo.observer is not None:
             self.repo.observer.committed(manifest, data)

@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden" / "1" / "repository"
 STEP = "runs/main/a0002/step-00000015"
 MANIFEST = f"{STEP}/manifest.json"
+OURS = json.loads((GOLDEN / "tenuto.json").read_bytes())["id"]
 INDEX = f"{STEP}/rank-00000.index"
 PACK = f"{STEP}/rank-00000.safetensors"
 
@@ -234,6 +235,7 @@ def _indexes() -> list[tuple[str, str, str, bytes]]:
 def _manifests() -> list[tuple[str, str, str, bytes]]:
     index = {"digest": "0" * 32, "length": 2923, "name": "rank-00000.index"}
     made = [
+        ("another-repository", "it is of another repository", changed(MANIFEST, put("repository", "0" * 32))),
         ("index-path", "an index elsewhere", changed(MANIFEST, put("indexes", 0, "name", "../../../../tenuto.json"))),
         ("index-absolute", "an index at the root", changed(MANIFEST, put("indexes", 0, "name", "/etc/passwd"))),
         ("index-newline", "an index's name with a line end", changed(MANIFEST, put("indexes", 0, "name", "rank\n.index"))),
@@ -308,7 +310,7 @@ def _small() -> list[tuple[str, str, str, bytes]]:
     stone = "tombstones/main/a0002/step-00000015/1.json"
 
     def new(name: str, kind: str, **body: Any) -> bytes:
-        return sealed(dumped({"format": 1, "kind": kind, "path": name, **body})[:-1])
+        return sealed(dumped({"format": 1, "kind": kind, "path": name, "repository": OURS, **body})[:-1])
 
     escape = "\x1b]0;owned\x07\x1b[2J\r\nfake line\u202e"
     return [

@@ -37,6 +37,8 @@ def plant(place: Path, name: str, data: bytes) -> None:
     path = place / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
+    if name == "tenuto.json":
+        (place / "tenuto.copy.json").unlink()
     if name == PACK:
         vouch_for_pack(place, data)
     if name in (PACK, INDEX):

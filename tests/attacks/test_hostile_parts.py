@@ -53,7 +53,7 @@ def vouch(repo: Repo, id: CheckpointId, data: bytes, **more: Any) -> None:
     manifest = repo.manifest(id)
     replace_object(repo, f"{id.directory}/{BOXES}", data)
     said = replace(manifest, boxes=IndexEntry(BOXES, len(data), digest(data)), **more)
-    replace_object(repo, id.manifest, encode_manifest(said))
+    replace_object(repo, id.manifest, encode_manifest(said, repo.id))
 
 
 def table_of(repo: Repo, id: CheckpointId) -> BoxTable:
@@ -64,7 +64,7 @@ def table_of(repo: Repo, id: CheckpointId) -> BoxTable:
 
 def lie(repo: Repo, change: Change, **more: Any) -> None:
     table = table_of(repo, SECOND)
-    vouch(repo, SECOND, encode_boxes(change(table), SECOND, repo.manifest(SECOND).save_id), **more)
+    vouch(repo, SECOND, encode_boxes(change(table), SECOND, repo.manifest(SECOND).save_id, repo.id), **more)
 
 
 SECOND = CheckpointId("main", 1, 2)
@@ -300,14 +300,14 @@ MANIFESTS: dict[str, Callable[[Manifest], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_that_lies_about_its_ranks_is_refused(repo: Repo, name: str) -> None:
     said = replace(repo.manifest(SECOND), **MANIFESTS[name](repo.manifest(SECOND)))
-    replace_object(repo, SECOND.manifest, encode_manifest(said))
+    replace_object(repo, SECOND.manifest, encode_manifest(said, repo.id))
     assert {"load", "open"} <= refusals(repo).keys()
     assert tenuto.load(repo.url).step == 1
 
 
 def test_the_order_of_its_indexes_means_nothing(repo: Repo) -> None:
     manifest = repo.manifest(SECOND)
-    replace_object(repo, SECOND.manifest, encode_manifest(replace(manifest, indexes=manifest.indexes[::-1])))
+    replace_object(repo, SECOND.manifest, encode_manifest(replace(manifest, indexes=manifest.indexes[::-1]), repo.id))
     assert refusals(repo) == {}
 
 

@@ -72,6 +72,16 @@ def sparse(name: str) -> Callable[[Path, Path], None]:
     return act
 
 
+def without_copy(act: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+    """`tenuto.json` is all that says what the repository is."""
+
+    def both(place: Path, secret: Path) -> None:
+        (place / "tenuto.copy.json").unlink()
+        act(place, secret)
+
+    return both
+
+
 def hard_link(place: Path, secret: Path) -> None:
     (place / MANIFEST).unlink()
     os.link(secret, place / MANIFEST)
@@ -100,21 +110,22 @@ PLACES: dict[str, tuple[Callable[[Path, Path], None], bool]] = {
     "pack is a link to its bytes": (link_to_same, True),
     "index is a link": (link(INDEX), True),
     "manifest is a link": (link(MANIFEST), True),
-    "tenuto.json is a link": (link("tenuto.json"), True),
+    "tenuto.json is a link": (without_copy(link("tenuto.json")), True),
     "attempt.json is a link": (link("runs/main/a0002/attempt.json"), False),
     "checkpoint is a link": (link_directory, True),
     "run is a link": (link_run, True),
     "pack is a pipe": (fifo(PACK), True),
     "index is a pipe": (fifo(INDEX), True),
     "manifest is a pipe": (fifo(MANIFEST), True),
-    "tenuto.json is a pipe": (fifo("tenuto.json"), True),
+    "tenuto.json is a pipe": (without_copy(fifo("tenuto.json")), True),
     "manifest is a device": (device, True),
     "pack is a directory": (directory(PACK), True),
     "manifest is a directory": (directory(MANIFEST), True),
     "pack of a terabyte": (sparse(PACK), True),
     "index of a terabyte": (sparse(INDEX), True),
     "manifest of a terabyte": (sparse(MANIFEST), True),
-    "tenuto.json of a terabyte": (sparse("tenuto.json"), True),
+    "tenuto.json of a terabyte": (without_copy(sparse("tenuto.json")), True),
+    "tenuto.json of a terabyte beside its copy": (sparse("tenuto.json"), False),
     "note of a terabyte": (sparse("runs/main/a0001/step-00000010/notes/1.json"), False),
     "manifest is another file": (hard_link, True),
     "names that move the cursor": (names, False),

@@ -9,6 +9,8 @@ import pytest
 
 from campaigns.corruption.bugs import BUGS, Bug, hunt
 from campaigns.corruption.campaign import main, run
+from campaigns.corruption.directories import CHANGES as DISPLACEMENTS
+from campaigns.corruption.directories import displaced
 from campaigns.corruption.faults import KINDS, draw, targets
 from campaigns.corruption.harmless import CHANGES, false_alarms, unharmed
 from campaigns.corruption.judge import judge, same
@@ -45,6 +47,19 @@ def test_what_harms_nothing_is_no_error(kind: str) -> None:
     source = random.Random(f"{kind} {SEED}")
     for _ in range(5):
         assert unharmed(shape, kind, source) == []
+    assert shape.place.objects.keys() == shape.objects.keys()
+
+
+@pytest.mark.filterwarnings("ignore:tenuto. .* is passed over:RuntimeWarning")
+@pytest.mark.parametrize("kind", DISPLACEMENTS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_i5_a_directory_in_the_wrong_place_is_told_and_never_read_as_the_one_that_was_there(
+    name: str, kind: str
+) -> None:
+    shape, _ = shape_of(name, SEED)
+    source = random.Random(f"{kind} {SEED}")
+    for _ in range(8):
+        assert displaced(shape, kind, source) == []
     assert shape.place.objects.keys() == shape.objects.keys()
 
 

@@ -175,7 +175,14 @@ def variants(where: Path) -> dict[str, tuple[list[dict[str, Any]], str]]:
             [{"object": "tenuto.json", "put": resealed(where / "tenuto.json", **new)}],
             "FormatTooNew",
         ),
-        "critical_repository_bit": ([{"object": "tenuto.json", "flip": [20, 0]}], "CorruptionError"),
+        "critical_repository_bit": (
+            [{"object": "tenuto.json", "flip": [20, 0]}, {"object": "tenuto.copy.json", "flip": [30, 2]}],
+            "CorruptionError",
+        ),
+        "critical_manifest_of_another_repository": (
+            [{"object": manifest, "put": resealed(where / manifest, repository="0" * 32)}],
+            "CorruptionError",
+        ),
         "benign_unknown_fields": (
             [
                 {"object": manifest, "put": resealed(where / manifest, later="a field of a later version")},
@@ -183,6 +190,8 @@ def variants(where: Path) -> dict[str, tuple[list[dict[str, Any]], str]]:
             ],
             "",
         ),
+        "benign_repository_bit": ([{"object": "tenuto.json", "flip": [20, 0]}], ""),
+        "benign_repository_copy_missing": ([{"object": "tenuto.copy.json", "delete": True}], ""),
         "benign_note_damaged": ([{"object": note, "flip": [30, 0]}], ""),
         "benign_note_of_an_unknown_kind": ([{"object": note, "put": resealed(where / note, note="later")}], ""),
         "benign_begin_missing": ([{"object": f"{STEP}/begin.json", "delete": True}], ""),

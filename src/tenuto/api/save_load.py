@@ -103,7 +103,7 @@ def save(
     from tenuto.engine.save.rank_group import SoloGroup
 
     flattened = flatten(state)
-    repo = Repo.create_or_open(open_store(where))
+    repo = Repo.create_or_open(open_store(where), once=True)
     with _saving.setdefault((repo.id, run_key(run)), threading.Lock()):
         return _saved(repo, flattened, run, step, emitter=emitter, group=SoloGroup())
 

@@ -16,6 +16,7 @@ from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_ste
 from tenuto.model.records import Manifest
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
+from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.small_records import Begin, decode_begin
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry
@@ -29,7 +30,7 @@ _TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 State = Literal["committed", "damaged", "unfinished", "closed", "removed", "copied", "foreign"]
 """committed: has a manifest. damaged: something unreadable lies under the manifest's name, or instead of begin.json.
 unfinished: begun, not committed. closed: carries an aborted mark. removed: `rm` has put its manifest into the trash.
-copied: was written for another place. foreign: holds nothing that says what it is."""
+copied: was written for another place, or in another repository. foreign: holds nothing that says what it is."""
 
 
 @dataclass(slots=True)
@@ -43,6 +44,8 @@ class SaveDirectory:
     manifest: Manifest | None = None
     save_id: str = ""
     message: str = ""
+    origin: Origin | None = None
+    """Where it was written, if `state` is copied."""
     entries: list[Entry] = field(default_factory=list)
     trash: list[Entry] = field(default_factory=list)
     tombstones: list[Entry] = field(default_factory=list)
@@ -163,7 +166,7 @@ def mark_directory(id: CheckpointId) -> str:
 def place(census: Census, entry: Entry) -> bool:
     """Files one object under what its name says it is; False if no object of Tenuto is called so."""
     parts = entry.name.split("/")
-    if entry.name == object_names.REPOSITORY:
+    if entry.name in (object_names.REPOSITORY, object_names.REPOSITORY_COPY):
         return True
     if entry.name == object_names.MEMBER or (
         parts[0] == object_names.PLACES and len(parts) == 2 and object_names.is_place(parts[1])
@@ -224,31 +227,31 @@ def classify(repo: Repo, save: SaveDirectory) -> None:
     begin = _read(repo, object_names.begin_name(save.id), objects.SMALL)
     manifest = _read(repo, save.id.manifest, MAX_MANIFEST)
     try:
-        save.begin = decode_begin(begin, save.id) if begin is not None else None
+        save.begin = decode_begin(begin, save.id, repo.id) if begin is not None else None
     except CorruptionError as error:
-        copied = objects.is_copy(object_names.begin_name(save.id), begin or b"")
-        save.state, save.message = "copied" if copied else "damaged", error.message
+        save.origin = objects.origin(object_names.begin_name(save.id), begin or b"", repo.id)
+        save.state, save.message = "damaged" if save.origin is None else "copied", error.message
         if manifest is None:
             return
     save.save_id = save.begin.save_id if save.begin else ""
     if manifest is not None:
-        _classify_by_manifest(save, manifest)
+        _classify_by_manifest(save, manifest, repo.id)
     elif save.trash:
         _classify_by_trash(repo, save)
     elif save.begin is not None:
         save.state = "unfinished"
 
 
-def _classify_by_manifest(save: SaveDirectory, data: bytes) -> None:
+def _classify_by_manifest(save: SaveDirectory, data: bytes, repository: str) -> None:
     try:
-        outline = decode_outline(data, save.id)  # its digest covers the tree, which need not be read
-        found: Manifest | Aborted = decode_manifest(data, save.id) if outline is None else outline[0]
+        outline = decode_outline(data, save.id, repository)  # its digest covers the tree, which need not be read
+        found: Manifest | Aborted = decode_manifest(data, save.id, repository) if outline is None else outline[0]
     except CorruptionError as error:
         # With a begin.json of its own the place is no copied directory: there its manifest was replaced. With another's
         # it is one, whatever has become of the manifest: `Repo.exists` says the same.
-        nothing_else = save.begin is None and save.state != "damaged"
-        copied = save.state == "copied" or (nothing_else and objects.is_copy(save.id.manifest, data))
-        save.state = "copied" if copied else "damaged"
+        if save.begin is None and save.state != "damaged" and save.origin is None:
+            save.origin = objects.origin(save.id.manifest, data, repository)
+        save.state = "damaged" if save.origin is None else "copied"
         save.message = error.message
         return
     if isinstance(found, Aborted):
@@ -264,7 +267,7 @@ def _classify_by_trash(repo: Repo, save: SaveDirectory) -> None:
     for entry in save.trash:
         data = _read(repo, entry.name, MAX_MANIFEST)
         try:
-            found = decode_manifest(data, save.id) if data is not None else None
+            found = decode_manifest(data, save.id, repo.id) if data is not None else None
         except CorruptionError as error:
             save.message = f"{entry.name} cannot be read: {error.message}"
             continue

@@ -13,8 +13,11 @@ from tenuto.maintenance.census import AttemptDirectory, Census, SaveDirectory, c
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, Json
+from tenuto.repo import identity
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
+from tenuto.repo.format.object_names import save_of
+from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.small_records import decode_attempt, decode_lease
 from tenuto.repo.refs import KINDS, read_ref
 from tenuto.repo.repository import Repo
@@ -48,6 +51,7 @@ class Finding:
 
 def repository_findings(repo: Repo, census: Census, checked: frozenset[CheckpointId]) -> Iterator[Finding]:
     """Yields findings about everything but the checkpoints in `checked`. Foreign objects are never errors."""
+    yield from _identity(repo)
     copies: set[tuple[str, int]] = set()
     lost = LostManifests()
     for attempt in census.attempts.values():
@@ -66,6 +70,23 @@ def repository_findings(repo: Repo, census: Census, checked: frozenset[Checkpoin
         yield Finding(None, "info", f"left over from an unfinished put ({entry.length} bytes)", object=entry.name)
 
 
+def _identity(repo: Repo) -> Iterator[Finding]:
+    """Yields findings about the two objects that say what the repository is."""
+    for name in identity.NAMES:
+        try:
+            found = identity.decode(name, repo.store.get(name, limit=objects.SMALL))
+        except ObjectNotFound:
+            # A single save leaves the second to the next writer.
+            severity: Severity = "error" if name == object_names.REPOSITORY else "info"
+            message = "is missing: the next training there puts it"
+            yield Finding(None, severity, message, object=name, harms_restore=False)
+        except CorruptionError as error:
+            yield _error(name, f"{error.message}; the next training there puts it right")
+        else:
+            if found.id != repo.id:
+                yield _error(name, Origin(name, found.id).words(repo.id))
+
+
 def _save(
     repo: Repo, census: Census, save: SaveDirectory, copies: set[tuple[str, int]], lost: LostManifests
 ) -> Iterator[Finding]:
@@ -73,8 +94,12 @@ def _save(
     attempt = census.attempts.get((save.id.run, save.id.attempt))
     place = save.id.directory
     if save.state == "copied" or (save.id.run, save.id.attempt) in copies:
-        message = f"a copied directory, never chosen, kept or deleted: {save.message}"
-        yield Finding(save.id, "info", message, object=place)
+        why = _not_harmless(census, save, lost)
+        strange = save.origin is not None and save.origin.repository != repo.id
+        kind = "a directory of another repository" if strange else "a copied directory"
+        message = f"{kind}, never chosen, kept or deleted: {save.message}{why}"
+        severity: Severity = "error" if strange or why else "info"
+        yield Finding(save.id, severity, message, object=place, harms_restore=False)
         return
     if save.state == "damaged":
         yield Finding(save.id, "error", save.message, object=place, harms_restore=save.has(object_names.MANIFEST))
@@ -99,6 +124,17 @@ def _save(
         yield Finding(save.id, "error", message, object=name, harms_restore=False)
 
 
+def _not_harmless(census: Census, save: SaveDirectory, lost: LostManifests) -> str:
+    """Returns why a copied directory is no backup that a person has put beside the original; empty if it may be one."""
+    if save.id in lost.named:
+        return f"; it lies in the place of a checkpoint that is lost: {lost.named[save.id]}"
+    original = save_of(save.origin.path) if save.origin is not None else None
+    displaced = census.saves.get(original) if original is not None else None
+    if displaced is not None and displaced.state == "copied":
+        return f"; where the original of {displaced.id} lay, there is a copy as well: were the two swapped?"
+    return ""
+
+
 def _seals(repo: Repo, census: Census) -> Iterator[Finding]:
     """Yields findings about small objects that no checkpoint's inspection has read. An object in the trash keeps the
     path of the manifest that it was."""
@@ -115,12 +151,10 @@ def _seals(repo: Repo, census: Census) -> Iterator[Finding]:
         except CorruptionError as error:
             yield _error(entry.name, error.message)
             continue
-        if found.get("path") != path:
-            severity: Severity = "error" if path != entry.name else "info"
-            message = f"a copy of {str(found.get('path'))[:300]!r}"
-            yield Finding(None, severity, message, object=entry.name, harms_restore=False)
-        elif is_strange(repo, found):
-            yield _error(entry.name, "belongs to another repository")
+        origin = objects.origin_in(found, path, repo.id)
+        if origin is not None:
+            copied: Severity = "info" if path == entry.name and origin.repository == repo.id else "error"
+            yield Finding(None, copied, origin.words(repo.id), object=entry.name, harms_restore=False)
 
 
 def _refs(repo: Repo, census: Census, lost: LostManifests) -> Iterator[Finding]:
@@ -198,19 +232,17 @@ def attempt_findings(
     data = _get(repo, name)
     record: AttemptRecord | None = None
     try:
-        record = decode_attempt(data, found.run, found.number) if data is not None else None
+        record = decode_attempt(data, found.run, found.number, repo.id) if data is not None else None
     except CorruptionError as error:
-        if objects.is_copy(name, data or b""):
+        origin = objects.origin(name, data or b"", repo.id)
+        if origin is not None and origin.repository == repo.id:
             copies.add((found.run, found.number))
             message = f"a copied directory, never chosen, kept or deleted: {error.message}"
             yield Finding(None, "info", message, object=name)
         else:
             yield _error(name, error.message)
-    if record is not None:
-        if record.repository not in ("", repo.id):
-            yield _error(name, f"belongs to another repository than {object_names.REPOSITORY} says")
-        if record.parent is not None:
-            lost.named[record.parent] = f"attempt {found.number} of run {found.run} goes on from it"
+    if record is not None and record.parent is not None:
+        lost.named[record.parent] = f"attempt {found.number} of run {found.run} goes on from it"
     for entry in found.leases:
         yield from _lease(repo, found, entry, record, lost)
 
@@ -223,9 +255,9 @@ def _lease(
         return
     try:
         number = object_names.parse_numbered(entry.name.rpartition("/")[2]) or 0
-        lease = decode_lease(data, found.run, found.number, number)
+        lease = decode_lease(data, found.run, found.number, number, repo.id)
     except CorruptionError as error:
-        copied: Severity = "info" if record is None and objects.is_copy(entry.name, data) else "error"
+        copied: Severity = "info" if record is None and objects.is_copy(entry.name, data, repo.id) else "error"
         yield Finding(None, copied, error.message, object=entry.name, harms_restore=False)
         return
     if record is not None and (lease.id, lease.parent) != (record.id, record.parent):
@@ -265,19 +297,14 @@ def numbered_findings(
             continue
         except CorruptionError as error:
             yield odd(name, "error", error.message)
-    own = {number for number, found in read.items() if found.get("path") == object_names.numbered(directory, number)}
-    for number, found in read.items():
-        name = object_names.numbered(directory, number)
-        if number not in own:
+    names = {number: object_names.numbered(directory, number) for number in read}
+    origins = {number: objects.origin_in(found, names[number], repo.id) for number, found in read.items()}
+    own = {number for number, origin in origins.items() if origin is None}
+    for number, origin in origins.items():
+        if origin is not None:
             # Where nothing is in its place a person has copied the row; beside objects that are, one was replaced.
-            yield odd(name, "error" if own else "info", f"a copy of {str(found.get('path'))[:300]!r}")
-        elif is_strange(repo, found):
-            yield odd(name, "error", "belongs to another repository")
+            harmless = not own and origin.repository == repo.id
+            yield odd(names[number], "info" if harmless else "error", origin.words(repo.id))
     if own:
         for number in sorted(set(range(1, max(own))) - set(numbers)):
             yield odd(object_names.numbered(directory, number), "error", "is missing, although a later one is there")
-
-
-def is_strange(repo: Repo, found: dict[str, Json]) -> bool:
-    """Returns whether an object names another repository. Those of earlier versions name none."""
-    return bool(found.get("repository", repo.id) != repo.id)

@@ -347,7 +347,7 @@ def probe(repo: Repo) -> Iterator[str]:
     """Puts an object to read the store's clock from, and deletes it at the end of the block. Yields its name."""
     token = secrets.token_hex(16)
     name = f"{MARKS}/probe-{token}.json"
-    objects.put(repo.store, name, objects.encode("probe", name, {"id": token}), token=token)
+    objects.put(repo.store, name, objects.encode("probe", name, {"id": token}, repo.id), token=token)
     try:
         yield name
     finally:
@@ -371,8 +371,8 @@ def age_s(repo: Repo, entry: Entry, now_ns: int) -> float:
 def put_mark(repo: Repo, save: SaveDirectory) -> None:
     token = secrets.token_hex(16)
     name = f"{mark_directory(save.id)}/{token}.json"
-    body = {"created": now_text(), "id": token, "repository": repo.id, "subject": _subject(save)}
-    objects.put(repo.store, name, objects.encode("mark", name, body), token=token)
+    body = {"created": now_text(), "id": token, "subject": _subject(save)}
+    objects.put(repo.store, name, objects.encode("mark", name, body, repo.id), token=token)
 
 
 def valid_marks(repo: Repo, save: SaveDirectory) -> list[Entry]:
@@ -383,7 +383,7 @@ def valid_marks(repo: Repo, save: SaveDirectory) -> list[Entry]:
 
 def _speaks_of(repo: Repo, entry: Entry, save: SaveDirectory) -> bool:
     try:
-        found = objects.decode("mark", entry.name, repo.store.get(entry.name, limit=objects.SMALL))
+        found = objects.decode("mark", entry.name, repo.store.get(entry.name, limit=objects.SMALL), repo.id)
         return found.text("subject") == _subject(save)
     except (ObjectNotFound, CorruptionError):
         return False

@@ -200,7 +200,7 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
             found.findings.append(Finding(found.id, "info", message, harms_restore=False))
     _check_begin(repo, found, found.manifest)
     name = object_names.attempt_name(id.run, id.attempt)
-    _read_small(repo, found, name, lambda data: decode_attempt(data, id.run, id.attempt))
+    _read_small(repo, found, name, lambda data: decode_attempt(data, id.run, id.attempt, repo.id))
     _check_notes(repo, found)
     return found
 
@@ -428,7 +428,7 @@ def _first_leaf(index: Index, number: int, *, beyond: int = 0) -> str | None:
 
 def _check_begin(repo: Repo, found: Inspection, manifest: Manifest) -> None:
     name = object_names.begin_name(found.id)
-    begin = _read_small(repo, found, name, lambda data: decode_begin(data, found.id))
+    begin = _read_small(repo, found, name, lambda data: decode_begin(data, found.id, repo.id))
     if begin is None:
         return
     if begin.save_id != manifest.save_id:

@@ -48,21 +48,21 @@ def tidy_replicas(repo: Repo, newest: CheckpointId) -> int:
                 continue
             for id in ids:
                 try:
-                    freed += _tidy_save(places, place, id, newest.run)
+                    freed += _tidy_save(places, place, id, repo.id)
                 except (StoreError, CorruptionError) as error:
                     places.warn_once(place, f"tidying {id.attempt}", f"{id} in {place.url}: {error.message}")
     return freed
 
 
-def _tidy_save(places: ReplicatedStore, place: Store, id: CheckpointId, run: str) -> bool:
+def _tidy_save(places: ReplicatedStore, place: Store, id: CheckpointId, repository: str) -> bool:
     """Tidies one save in a place. Returns whether it was freed there."""
     # An older save that was aborted has no writer left, though its begin.json stays until the next claim.
-    if _is_known(places.home, id) and not _is_aborted(places.home, id):
+    if _is_known(places.home, id, repository) and not _is_aborted(places.home, id, repository):
         _follow(places, place, id)
         return False
-    if _is_ahead(places, place, id):
+    if _is_ahead(places, place, id, repository):
         message = f"{place.url} has {id}, and {places.url} does not know it: {SET_BACK}"
-        places.warn_once(place, run, message)
+        places.warn_once(place, id.run, message)
         return False
     return _free(place, id)
 
@@ -76,9 +76,9 @@ def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[Checkpoin
     for place in places.others:
         for key in filter(is_run, place.children(object_names.RUNS).directories):
             for id in _saves(place, key):
-                if _is_known(places.home, id):
+                if _is_known(places.home, id, repo.id):
                     continue
-                if _is_ahead(places, place, id):
+                if _is_ahead(places, place, id, repo.id):
                     ahead.append((id, f"{place.url} has it, and the home does not know it: {SET_BACK}"))
                 else:
                     packs = [entry.length for entry in place.walk(id.directory) if object_names.is_pack(entry.name)]
@@ -91,7 +91,7 @@ def free_forgotten(repo: Repo, found: ForgottenSave) -> bool:
     places = places_of(repo.store)
     assert places is not None, "found there"
     place = next(store for store in places.others if store.url == found.place)
-    if _is_known(places.home, found.id) or _is_ahead(places, place, found.id):
+    if _is_known(places.home, found.id, repo.id) or _is_ahead(places, place, found.id, repo.id):
         return False
     _free(place, found.id)
     return True
@@ -140,7 +140,7 @@ def _free(place: Store, id: CheckpointId) -> bool:
     return any(map(object_names.is_pack, own))
 
 
-def _is_known(home: Store, id: CheckpointId) -> bool:
+def _is_known(home: Store, id: CheckpointId, repository: str) -> bool:
     """Returns whether the home has its `begin.json` or its manifest. Asks by name: a listing may be older than what it
     lists."""
     try:
@@ -152,37 +152,38 @@ def _is_known(home: Store, id: CheckpointId) -> bool:
         home.stat(id.manifest)
     except ObjectNotFound:
         return False
-    return not _is_aborted(home, id)
+    return not _is_aborted(home, id, repository)
 
 
-def _is_aborted(home: Store, id: CheckpointId) -> bool:
+def _is_aborted(home: Store, id: CheckpointId, repository: str) -> bool:
     """Returns whether an intact aborted mark exists. A manifest may be as short as a mark, so that it has to be
     decoded."""
     try:
         if home.stat(id.manifest).length > MAX_ABORTED:
             return False
-        return isinstance(decode_manifest(home.get(id.manifest, limit=MAX_ABORTED), id), Aborted)
+        data = home.get(id.manifest, limit=MAX_ABORTED)
+        return isinstance(decode_manifest(data, id, repository), Aborted)
     except (ObjectNotFound, CorruptionError):
         return False
 
 
-def _is_ahead(places: ReplicatedStore, place: Store, id: CheckpointId) -> bool:
+def _is_ahead(places: ReplicatedStore, place: Store, id: CheckpointId, repository: str) -> bool:
     """Returns whether a save that the home does not know must stay: it was saved under a claim that the home does not
     have, or is a checkpoint beyond the last step that the home knows of that claim."""
     if not places.replica(place).is_of_home(id.manifest):
         return True
-    if _is_aborted(places.home, id):
+    if _is_aborted(places.home, id, repository):
         return False
     try:
-        found = decode_manifest(place.get(id.manifest, limit=MAX_MANIFEST), id)
+        found = decode_manifest(place.get(id.manifest, limit=MAX_MANIFEST), id, repository)
     except ObjectNotFound:
         return False
     except CorruptionError:
         return True
-    return not isinstance(found, Aborted) and id.step > _last_known(places, id)
+    return not isinstance(found, Aborted) and id.step > _last_known(places, id, repository)
 
 
-def _last_known(places: ReplicatedStore, id: CheckpointId) -> int:
+def _last_known(places: ReplicatedStore, id: CheckpointId, repository: str) -> int:
     """Returns the last step that the attempt of `id` is known to have reached: according to the next attempt, or its
     last save."""
     home = places.home
@@ -192,7 +193,7 @@ def _last_known(places: ReplicatedStore, id: CheckpointId) -> int:
     if later is not None:
         try:
             name = object_names.attempt_name(id.run, later)
-            record = decode_attempt(home.get(name, limit=objects.SMALL), id.run, later)
+            record = decode_attempt(home.get(name, limit=objects.SMALL), id.run, later, repository)
         except (CorruptionError, ObjectNotFound):
             return -1
         if record.parent is not None and (record.parent.run, record.parent.attempt) == (id.run, id.attempt):

@@ -113,7 +113,7 @@ def execute(repo: Repo, plan: UndeletePlan) -> Undeleted:
 def _check(repo: Repo, id: CheckpointId, data: bytes, *, every_byte: bool) -> int:
     """Checks presence, length and header of every object, and with `every_byte` the leaves. Returns how many packs were
     not found."""
-    manifest = decode_manifest(data, id)
+    manifest = decode_manifest(data, id, repo.id)
     if isinstance(manifest, Aborted):
         raise CorruptionError(f"what lies in the trash for {id} is no manifest", subject=str(id))
     found = inspect(repo, id, manifest)
@@ -153,7 +153,7 @@ def _trash_of(repo: Repo, save: SaveDirectory) -> str:
     """Returns the readable copy in the trash."""
     for entry in save.trash:
         try:
-            decode_manifest(repo.store.get(entry.name, limit=MAX_MANIFEST), save.id)
+            decode_manifest(repo.store.get(entry.name, limit=MAX_MANIFEST), save.id, repo.id)
             return entry.name
         except (CorruptionError, ObjectNotFound):
             continue

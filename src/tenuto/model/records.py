@@ -136,8 +136,6 @@ class AttemptRecord:
     parent: CheckpointId | None
     owner: Owner
     created: str = ""
-    repository: str = ""
-    """The id of the repository it was claimed in; empty if an earlier version wrote it."""
     before: tuple[int, int] | None = None
     """The previous attempt and the highest step begun in it; None if there was none."""
 

@@ -20,7 +20,7 @@ from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, S
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest, Receipt
-from tenuto.repo.format import object_names
+from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
 from tenuto.repo.replicated.places import home_of
 from tenuto.repo.repository import Repo
@@ -127,7 +127,7 @@ class Snapshot(Repo):
     """A repository as it is listed once, for reading: each directory is listed at most once, when first asked for."""
 
     def __init__(self, repo: Repo, catalog: Catalog, run: str) -> None:
-        self._listed = _ListedStore(repo.store, catalog._objects)
+        self._listed = _ListedStore(repo.store, repo.id, catalog._objects)
         super().__init__(self._listed, repo.id, repo.chunk_bytes)
         self.run = run
         self._catalog = catalog
@@ -183,8 +183,8 @@ class Snapshot(Repo):
         self._fresh.add(id)
         try:
             data = self.store.get(id.manifest, limit=MAX_MANIFEST)
-            outline = decode_outline(data, id)  # its digest covers the tree, which need not be parsed
-            found = decode_manifest(data, id) if outline is None else outline[0]
+            outline = decode_outline(data, id, self.id)  # its digest covers the tree, which need not be parsed
+            found = decode_manifest(data, id, self.id) if outline is None else outline[0]
         except ObjectNotFound:
             raise self._not_found(id, "there is none") from None
         except CorruptionError:
@@ -242,13 +242,14 @@ class Snapshot(Repo):
 
 
 class _ListedStore:
-    """A store for reading, in which a directory is listed once. `objects`: bytes of records, notes and refs that were
+    """A store for reading, in which a directory is listed once. `known`: bytes of records, notes and refs that were
     read before, which are not read again while they are listed."""
 
-    def __init__(self, store: Store, objects: dict[str, bytes]) -> None:
+    def __init__(self, store: Store, repository: str, known: dict[str, bytes]) -> None:
         self._store = store
+        self._repository = repository
         self._home = home_of(store)
-        self._objects = objects
+        self._objects = known
         self._levels: dict[str, Listing] = {}
         self.lengths: dict[str, int] = {}
         """Of objects that a scan has found."""
@@ -293,7 +294,7 @@ class _ListedStore:
         if known is not None and self.lengths.get(name, len(known)) == len(known):
             return known
         data = self._store.get(name, limit=limit)
-        if _is_lasting(name) and _is_intact(name, data):
+        if _is_lasting(name) and _is_intact(name, data, self._repository):
             self._objects[name] = data
         return data
 
@@ -368,9 +369,9 @@ def _is_lasting(name: str) -> bool:
     )
 
 
-def _is_intact(name: str, data: bytes) -> bool:
-    """Returns whether the object is intact and belongs to this name."""
+def _is_intact(name: str, data: bytes, repository: str) -> bool:
+    """Returns whether the object is intact and belongs to this name in this repository."""
     try:
-        return canonical_json.open_seal(data, name=name).get("path") == name
+        return objects.origin_in(canonical_json.open_seal(data, name=name), name, repository) is None
     except CorruptionError:
         return False

@@ -31,7 +31,7 @@ def begin(attempt: Attempt, step: int, save_id: str, names: Sequence[str]) -> Ch
     name = object_names.begin_name(id)
     for file in names:
         assert object_names.is_file(file), f"{file!r} cannot be an object of a checkpoint"
-    data = encode_begin(Begin(id, save_id, tuple(names), attempt.parent))
+    data = encode_begin(Begin(id, save_id, tuple(names), attempt.parent), attempt.repo.id)
     store = attempt.repo.store
     if object_names.MANIFEST in store.children(id.directory).objects:
         raise _used(id)
@@ -59,7 +59,7 @@ def commit(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt], *, tree:
     arrived: `abort` then finds out.
     """
     _assert_durable(repo, manifest, receipts)
-    data = encode_manifest(manifest, tree)
+    data = encode_manifest(manifest, repo.id, tree)
     try:
         objects.put(repo.store, manifest.id.manifest, data, token=manifest.save_id)
     except AlreadyExists:
@@ -112,7 +112,7 @@ def _used(id: CheckpointId) -> SaveFailed:
 def put_index(repo: Repo, id: CheckpointId, index: Index, rows: ShapeRows | None = None) -> tuple[Receipt, IndexEntry]:
     """Puts one rank's index, durably; the entry is for the manifest. AlreadyExists if it is there with other bytes.
     `rows`: those of the index's leaves, where they are at hand."""
-    return put_object(repo, id, index_file(index.rank), encode_index(index, id, rows), index.save_id)
+    return put_object(repo, id, index_file(index.rank), encode_index(index, id, repo.id, rows), index.save_id)
 
 
 def put_object(repo: Repo, id: CheckpointId, file: str, data: bytes, save_id: str) -> tuple[Receipt, IndexEntry]:

@@ -20,6 +20,7 @@ from typing import Final
 from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RunNotFound, UsageError, typed
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.small_records import decode_begin, decode_lease
 from tenuto.repo.refs import find_tag, is_name, list_tags
 from tenuto.repo.repository import Repo, known_runs
@@ -47,6 +48,7 @@ def walk(
     report: Report | None = None,
     known: Container[CheckpointId] = frozenset(),
     withdrawn: Container[int] = frozenset(),
+    misplaced: Callable[[CheckpointId, Origin], None] | None = None,
 ) -> Iterator[CheckpointId]:
     """The run's checkpoints in the order in which `latest` would mean them, lazily: the first costs one listing of the
     attempts and one of the newest. `below`: as if no attempt from this number on had been claimed. `known`: checkpoints
@@ -54,7 +56,9 @@ def walk(
     the caller claimed and gave back unused, as if they had never been claimed: their parents would hide what was
     committed before them.
 
-    `report` is told of damage that the walk goes around. Bounded by the attempts that exist, whatever they say.
+    `misplaced` is called with each place on the walk in which a copy of another checkpoint lies, or a checkpoint of
+    another repository: what had been there is lost to the walk. `report` is told of damage that the walk goes around.
+    Bounded by the attempts that exist, whatever they say.
     """
     run = run_key(run)
     warn: Report = report or (lambda message: None)
@@ -70,11 +74,15 @@ def walk(
             if (top is None or step <= top) and (id in known or repo.exists(id)):
                 empty = False
                 yield id
-        origin = _origin(repo, run, place, warn, unclaimed=empty and beginning)
-        if origin.parent is not None:
-            run, place, top = origin.parent.run, origin.parent.attempt, origin.parent.step
+            elif misplaced is not None and (top is None or step <= top):
+                origin = repo.misplaced(id)
+                if origin is not None:
+                    misplaced(id, origin)
+        before = _origin(repo, run, place, warn, unclaimed=empty and beginning)
+        if before.parent is not None:
+            run, place, top = before.parent.run, before.parent.attempt, before.parent.step
             beginning = False
-        elif not origin.known or (beginning and empty):
+        elif not before.known or (beginning and empty):
             beginning, top = True, None
             place = _highest(repo, run, place, withdrawn if run == own else ())
         else:
@@ -213,13 +221,14 @@ def _origin_from_saves(repo: Repo, run: str, number: int) -> _Origin | None:
         if beat is not None:
             try:
                 data = repo.store.get(f"{directory}/{file}", limit=objects.SMALL)
-                return _Origin(decode_lease(data, run, number, beat).parent)
+                return _Origin(decode_lease(data, run, number, beat, repo.id).parent)
             except (ObjectNotFound, CorruptionError):
                 continue
     for step in repo.steps(run, number)[:_SAVES_ASKED]:
         id = CheckpointId(run, number, step)
         try:
-            return _Origin(decode_begin(repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id).parent)
+            data = repo.store.get(object_names.begin_name(id), limit=objects.SMALL)
+            return _Origin(decode_begin(data, id, repo.id).parent)
         except (ObjectNotFound, CorruptionError):
             continue
     return None

@@ -43,9 +43,9 @@ def notes(repo: Repo, id: CheckpointId, *, report: Callable[[str], None] | None 
         name = object_names.numbered(directory, number)
         try:
             data = repo.store.get(name, limit=objects.SMALL)
-            if objects.is_copy(name, data):
+            if objects.is_copy(name, data, repo.id):
                 continue
-            fields = objects.decode("note", name, data)
+            fields = objects.decode("note", name, data, repo.id)
             found.append(Note(number, fields.text("note"), fields.mapping("body")))
         except ObjectNotFound:
             continue  # the checkpoint is being removed

@@ -47,7 +47,7 @@ def append(repo: Repo, directory: str, kind: str, body: dict[str, Json]) -> int:
         number += 1
         name = object_names.numbered(directory, number)
         try:
-            data = objects.encode(kind, name, {**body, "id": token, "repository": repo.id})
+            data = objects.encode(kind, name, {**body, "id": token}, repo.id)
             objects.put(repo.store, name, data, token=token)
             return number
         except AlreadyExists:
@@ -125,8 +125,8 @@ def read_ref(repo: Repo, kind: Kind, name: str) -> CheckpointId | None:
             data = repo.store.get(place, limit=objects.SMALL)
         except ObjectNotFound:
             continue
-        if not objects.is_copy(place, data):
-            return objects.decode("ref", place, data).checkpoint("to")
+        if not objects.is_copy(place, data, repo.id):
+            return objects.decode("ref", place, data, repo.id).checkpoint("to")
     return None
 
 

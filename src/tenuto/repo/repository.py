@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Final, Protocol
 from urllib.parse import unquote, urlsplit
 
-from tenuto.codec.digest import CHUNK_BYTES, DIGEST_NAME, digest
+from tenuto.codec.digest import CHUNK_BYTES, digest
 from tenuto.errors import (
     AlreadyExists,
     CheckpointNotFound,
@@ -22,14 +22,17 @@ from tenuto.errors import (
     UsageError,
     typed,
 )
+from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step, run_key
-from tenuto.model.records import AttemptRecord, Index, IndexEntry, Json, Manifest, PackEntry
+from tenuto.model.records import AttemptRecord, Index, IndexEntry, Manifest, PackEntry
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.format.object_names import REPOSITORY
+from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
 from tenuto.repo.format.small_records import decode_attempt
+from tenuto.repo.identity import Identity, keep_twice, read_identity, say_damaged
 from tenuto.repo.replicated.members import join, known, one_of_many
 from tenuto.repo.replicated.places import mark_damaged, places_of
 from tenuto.state.tree import leaf_paths
@@ -76,6 +79,10 @@ def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+BeforeCreate = Callable[[Store], object]
+"""Called with the store before a repository is made in it. What it raises keeps that from happening."""
+
+
 class CommitObserver(Protocol):
     """Learns of the saves that this process begins and commits, in the threads that do so."""
 
@@ -101,9 +108,8 @@ class Repo:
     @classmethod
     def open(cls, store: Store) -> Repo:
         """Raises NotARepository, naming one found nearby; CorruptionError; FormatTooNew. Writes nothing."""
-        try:
-            data = store.get(object_names.REPOSITORY, limit=objects.SMALL)
-        except ObjectNotFound:
+        found = read_identity(store)
+        if found is None:
             near = nearby(store)
             raise NotARepository(
                 f"there is no Tenuto repository at {store.url}",
@@ -111,31 +117,51 @@ class Repo:
                 hint=f"there is one at {near}"
                 if near
                 else "tenuto.Checkpointer and tenuto.save create one by writing to it",
-            ) from None
-        return cls._read(store, data)
+            )
+        identity, wrong = found
+        if wrong:
+            say_damaged(store, wrong)
+        return cls._of(store, identity)
 
     @classmethod
-    def create_or_open(cls, store: Store, *, chunk_bytes: int = CHUNK_BYTES) -> Repo:
+    def create_or_open(
+        cls,
+        store: Store,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        once: bool = False,
+        before_create: BeforeCreate | None = None,
+    ) -> Repo:
         """Opens the repository, creating it where there is none, beside whatever else lies there. However many
-        processes create it at once, all end with one repository. RepositoryError for a place that is not its home."""
-        created = False
-        try:
-            data = store.get(object_names.REPOSITORY, limit=objects.SMALL)
-        except ObjectNotFound:
-            data, created = cls._create(store, chunk_bytes)
-        repo = cls._read(store, data)
+        processes create it at once, all end with one repository. RepositoryError for a place that is not its home.
+
+        `once`: a repository that is made here says what it is in one object, and the next writer adds the second: a
+        single save shall not wait for it. `before_create` is called before a repository is made; what it raises is
+        raised, and nothing was put.
+        """
+        found = read_identity(store)
+        created = found is None
+        if found is None:
+            if before_create is not None:
+                before_create(store)
+            identity, created = cls._create(store, chunk_bytes)
+        else:
+            identity = found[0]
+        repo = cls._of(store, identity)
         places = places_of(repo.store)
         if places is not None and places.of:
             raise one_of_many(store.url, places.of)
         if not created:
             # Another process may have made it a moment ago: what is put from now on relies on it.
             store.settle(object_names.REPOSITORY)
+        if not (created and once):
+            keep_twice(store, identity)
         join(repo.store, repo.id)
         return repo
 
     @classmethod
-    def _create(cls, store: Store, chunk_bytes: int) -> tuple[bytes, bool]:
-        """Returns the content of the repository's first object and whether this call put it."""
+    def _create(cls, store: Store, chunk_bytes: int) -> tuple[Identity, bool]:
+        """Returns what the repository says of itself and whether this call made it."""
         if not 1 <= chunk_bytes <= objects.MAX_CHUNK:
             raise UsageError(f"a chunk cannot have {chunk_bytes} bytes")
         if not store.probe().commits:
@@ -144,35 +170,19 @@ class Repo:
                 subject=store.url,
                 hint="choose a place on a local file system, or one with hard links",
             )
-        id = secrets.token_hex(16)
-        body: dict[str, Json] = {
-            "chunk_bytes": chunk_bytes,
-            "created": now_text(),
-            "digests": {"chunk": DIGEST_NAME, "content": "sha-256", "object": DIGEST_NAME},
-            "id": id,
-            "version": __version__,
-        }
-        data = objects.encode("repository", object_names.REPOSITORY, body)
+        made = Identity(secrets.token_hex(16), chunk_bytes, now_text(), __version__)
         try:
-            store.put_if_absent(object_names.REPOSITORY, Bytes(data), token=id)
+            store.put_if_absent(object_names.REPOSITORY, Bytes(made.encode(object_names.REPOSITORY)), token=made.id)
         except AlreadyExists:
-            return store.get(object_names.REPOSITORY, limit=objects.SMALL), False
-        return data, True
+            found = read_identity(store)
+            if found is None:
+                raise
+            return found[0], False
+        return made, True
 
     @classmethod
-    def _read(cls, store: Store, data: bytes) -> Repo:
-        try:
-            found = objects.decode("repository", object_names.REPOSITORY, data)
-        except CorruptionError as error:
-            raise CorruptionError(
-                f"{object_names.REPOSITORY} at {store.url} is not Tenuto's, or damaged: {error.message}",
-                subject=object_names.REPOSITORY,
-            ) from None
-        names = found.mapping("digests")
-        if names != {"chunk": DIGEST_NAME, "content": "sha-256", "object": DIGEST_NAME}:
-            raise found.refuse("uses digests that this version does not know")
-        id = found.hex("id", 32)
-        return cls(known(store, id), id, found.whole("chunk_bytes", minimum=1, maximum=objects.MAX_CHUNK))
+    def _of(cls, store: Store, identity: Identity) -> Repo:
+        return cls(known(store, identity.id), identity.id, identity.chunk_bytes)
 
     def runs(self) -> list[str]:
         """Returns the runs that have an attempt, by directory name, sorted. Ignores foreign directories."""
@@ -187,14 +197,17 @@ class Repo:
         return sorted(number for number in found if number is not None)
 
     def find_attempt(self, run: str, number: int) -> AttemptRecord | None:
-        """Returns the attempt's record, None if it is unclaimed or its directory is a copy of another. Raises
+        """Returns the attempt's record, None if it is unclaimed or its directory is a copy of another, or of another
+        repository. Raises
         CorruptionError if the record is damaged."""
         name = object_names.attempt_name(run, number)
         try:
             data = self.store.get(name, limit=objects.SMALL)
         except ObjectNotFound:
             return None
-        return None if objects.is_copy(name, data) else decode_attempt(data, run_key(run), number)
+        if objects.is_copy(name, data, self.id):
+            return None
+        return decode_attempt(data, run_key(run), number, self.id)
 
     def attempt(self, run: str, number: int) -> AttemptRecord:
         """Raises CheckpointNotFound where there is no such attempt, CorruptionError where its record is damaged."""
@@ -235,10 +248,10 @@ class Repo:
             if not is_unreadable(error):
                 raise
             return None
-        if len(head) > MAX_ABORTED and _own_path(id) in head:
+        if len(head) > MAX_ABORTED and self._is_own(id, head):
             return True
         try:
-            return isinstance(decode_manifest(bytes(head), id), Manifest) if whole else None
+            return isinstance(decode_manifest(bytes(head), id, self.id), Manifest) if whole else None
         except CorruptionError:
             return None
 
@@ -253,13 +266,20 @@ class Repo:
             if not is_unreadable(error):
                 raise
             return True  # it must not hide what is older, nor be taken for gone
-        if len(data) > MAX_ABORTED and _own_path(id) in data:
+        if len(data) > MAX_ABORTED and self._is_own(id, data):
             return True  # no aborted mark, no copy: a large tree need not be parsed to be counted
         try:
-            return isinstance(decode_manifest(data, id), Manifest)
+            return isinstance(decode_manifest(data, id, self.id), Manifest)
         except CorruptionError:
             begun = self._begun_here(id)
-            return bool(begun) if objects.is_copy(id.manifest, data) else begun is not False
+            return bool(begun) if objects.is_copy(id.manifest, data, self.id) else begun is not False
+
+    def _is_own(self, id: CheckpointId, manifest: bytes | bytearray) -> bool:
+        """Returns whether a manifest, or the head of one, says of its place what only the one of `id` in this
+        repository says: no copy of another does."""
+        place = b',"path":"%b",' % id.manifest.encode()
+        repository = b',"repository":"%b","run":"%b",' % (self.id.encode(), id.run.encode())
+        return place in manifest and repository in manifest
 
     def _begun_here(self, id: CheckpointId) -> bool | None:
         """Returns whether a save was begun in this very place, None if unknown. If True, a copy under the manifest's
@@ -267,9 +287,18 @@ class Repo:
         before."""
         name = object_names.begin_name(id)
         try:
-            return not objects.is_copy(name, self.store.get(name, limit=objects.SMALL))
+            return not objects.is_copy(name, self.store.get(name, limit=objects.SMALL), self.id)
         except (ObjectNotFound, CorruptionError):
             return None
+
+    def misplaced(self, id: CheckpointId) -> Origin | None:
+        """Returns where the manifest was written that lies in the place of `id`'s; None if right there, or if no intact
+        manifest lies there."""
+        try:
+            found = canonical_json.open_seal(self.store.get(id.manifest, limit=MAX_MANIFEST), name=id.manifest)
+        except (ObjectNotFound, CorruptionError):
+            return None
+        return objects.origin_in(found, id.manifest, self.id) if found.get("kind") == "manifest" else None
 
     def manifest(self, id: CheckpointId) -> Manifest:
         """Raises CheckpointNotFound if the checkpoint is not there (or its save was aborted), CorruptionError if its
@@ -284,7 +313,7 @@ class Repo:
     def manifest_bytes(self, id: CheckpointId) -> bytes:
         """Returns the manifest as stored. Raises like `manifest`."""
         data = self._read_manifest(id)
-        if data is None or isinstance(decode_manifest(data, id), Aborted):
+        if data is None or isinstance(decode_manifest(data, id, self.id), Aborted):
             raise self._not_found(id, "there is none, or its save was never finished")
         return data
 
@@ -292,7 +321,7 @@ class Repo:
         """Returns the manifest or aborted mark of a save, None without one. Raises CorruptionError if it is damaged or
         a copy."""
         data = self._read_manifest(id)
-        return None if data is None else decode_manifest(data, id)
+        return None if data is None else decode_manifest(data, id, self.id)
 
     def _read_manifest(self, id: CheckpointId) -> bytes | None:
         try:
@@ -311,14 +340,15 @@ class Repo:
         """Returns one rank's index. Its length and digest are checked against the manifest before it is parsed."""
         name = f"{manifest.id.directory}/{object_names.index_file(rank)}"
         data = self.index_bytes(manifest.id, _entry(manifest, rank))
-        found = decode_index(data, id=manifest.id, rank=rank, tree=manifest.tree)
+        found = decode_index(data, id=manifest.id, rank=rank, tree=manifest.tree, repository=self.id)
         if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
             raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
         return found
 
     def table(self, manifest: Manifest, rank: int = 0) -> Table:
         """Returns the rows of one rank's index, without the paths that the trees have. Raises like `index`."""
-        found = decode_table(self.index_bytes(manifest.id, _entry(manifest, rank)), id=manifest.id, rank=rank)
+        data = self.index_bytes(manifest.id, _entry(manifest, rank))
+        found = decode_table(data, id=manifest.id, rank=rank, repository=self.id)
         if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
             raise CorruptionError(f"{found.name} belongs to another save than its manifest", subject=found.name)
         return found
@@ -336,13 +366,15 @@ class Repo:
             save_id=manifest.save_id,
             ranks=len(manifest.indexes),
             leaves=len(leaf_paths(manifest.tree)) if leaves is None else leaves,
+            repository=self.id,
         )
 
     def packs(self, manifest: Manifest, rank: int = 0) -> tuple[PackEntry, ...]:
         """Returns the packs that one rank's index names, without reading the rest of it or the tree. Raises like
         `index`."""
         entry = _entry(manifest, rank)
-        save_id, packs = decode_packs(self.index_bytes(manifest.id, entry), id=manifest.id, rank=rank)
+        data = self.index_bytes(manifest.id, entry)
+        save_id, packs = decode_packs(data, id=manifest.id, rank=rank, repository=self.id)
         if save_id != manifest.save_id:
             name = f"{manifest.id.directory}/{entry.name}"
             raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
@@ -376,11 +408,6 @@ def _entry(manifest: Manifest, rank: int) -> IndexEntry:
         if entry.name == wanted:
             return entry
     raise CorruptionError(f"the manifest of {manifest.id} names no index {wanted}", subject=manifest.id.manifest)
-
-
-def _own_path(id: CheckpointId) -> bytes:
-    """Returns what only the manifest of `id` itself, and no copy of another, says of its place."""
-    return b',"path":"%b",' % id.manifest.encode()
 
 
 def _is_run(key: str) -> bool:

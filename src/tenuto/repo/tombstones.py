@@ -10,13 +10,14 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
-from tenuto.errors import CorruptionError, ObjectNotFound, UsageError
+from tenuto.errors import CorruptionError, ObjectNotFound, StoreError, UsageError
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.model.records import Owner
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.small_records import owner_json, read_owner
 from tenuto.repo.process import judge, this_process
 from tenuto.repo.repository import Repo, now_text
+from tenuto.store.contract import is_unreadable
 
 STALE_S: Final = 900.0
 """Seconds by the store's own clock after which a remover on another host counts as dead. A removal takes seconds, and a
@@ -44,9 +45,8 @@ def put_tombstone(repo: Repo, id: CheckpointId, *, reason: str, attempt: int = 0
         "created": now_text(),
         "owner": owner_json(stone.owner),
         "reason": reason,
-        "repository": repo.id,
     }
-    objects.put(repo.store, name, objects.encode("tombstone", name, body), token=token)
+    objects.put(repo.store, name, objects.encode("tombstone", name, body, repo.id), token=token)
     return stone
 
 
@@ -60,8 +60,23 @@ def still_exists(repo: Repo, stone: Tombstone) -> bool:
 
 
 def is_tombstoned(repo: Repo, id: CheckpointId) -> bool:
-    """Returns whether a removal of `id` is announced. An unreadable tombstone counts."""
-    return bool(repo.store.children(object_names.tombstone_directory(id)).objects)
+    """Returns whether a removal of `id` is announced. An unreadable tombstone counts; a copy, or one that was announced
+    in another repository, does not."""
+    directory = object_names.tombstone_directory(id)
+    return any(_counts(repo, f"{directory}/{file}") for file in repo.store.children(directory).objects)
+
+
+def _counts(repo: Repo, name: str) -> bool:
+    try:
+        return not objects.is_copy(name, repo.store.get(name, limit=objects.SMALL), repo.id)
+    except ObjectNotFound:
+        return False
+    except CorruptionError:
+        return True
+    except StoreError as error:
+        if not is_unreadable(error):
+            raise
+        return True
 
 
 def take_back(repo: Repo, *stones: Tombstone) -> None:
@@ -102,7 +117,7 @@ def _read(repo: Repo, name: str) -> Tombstone | None:
     if id is None:
         return None
     try:
-        found = objects.decode("tombstone", name, repo.store.get(name, limit=objects.SMALL))
+        found = objects.decode("tombstone", name, repo.store.get(name, limit=objects.SMALL), repo.id)
         return Tombstone(name, id, read_owner(found), found.text("reason"), found.whole("attempt"))
     except (ObjectNotFound, CorruptionError):
         return None

@@ -29,7 +29,7 @@ def abort(repo: Repo, id: CheckpointId, save_id: str, *, by: str = "the save fai
     """
     mark = Aborted(id, save_id, by[:200])
     try:
-        objects.put(repo.store, id.manifest, encode_aborted(mark), token=save_id)
+        objects.put(repo.store, id.manifest, encode_aborted(mark, repo.id), token=save_id)
     except AlreadyExists:
         return _is_aborted(repo, id)
     return True
@@ -59,7 +59,7 @@ def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin:
     begun = object_names.begin_name(id)
     files = {file for file in names if object_names.is_file(file)}
     try:
-        files.update(decode_begin(repo.store.get(begun, limit=objects.SMALL), id).names)
+        files.update(decode_begin(repo.store.get(begun, limit=objects.SMALL), id, repo.id).names)
     except ObjectNotFound:
         pass  # freed before, or never begun: what the caller knows is all there is
     wanted = sorted(f"{id.directory}/{file}" for file in files)
@@ -100,7 +100,8 @@ def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, repor
             # A checkpoint in the trash has lost its manifest too, and can still come back.
             if repo.store.children(object_names.trash_directory(id)).objects:
                 return
-            if not abort(repo, id, _save_id(repo, id), by=by):
+            save_id = _save_id(repo, id)
+            if save_id is None or not abort(repo, id, save_id, by=by):
                 return
             crashpoint("unfinished save marked aborted, objects still there")
         elif repo.store.stat(id.manifest).length > MAX_ABORTED:
@@ -112,8 +113,13 @@ def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, repor
         report(f"an unfinished save was left as it is: {error.message}")
 
 
-def _save_id(repo: Repo, id: CheckpointId) -> str:
+def _save_id(repo: Repo, id: CheckpointId) -> str | None:
+    """Returns the id of the save that was begun here; None if the directory is a copy, or of another repository."""
+    name, data = object_names.begin_name(id), b""
     try:
-        return decode_begin(repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id).save_id
+        data = repo.store.get(name, limit=objects.SMALL)
+        return decode_begin(data, id, repo.id).save_id
     except (ObjectNotFound, CorruptionError):
+        if objects.is_copy(name, data, repo.id):
+            return None
         return secrets.token_hex(16)  # nobody's: the mark counts, not whose save it closed

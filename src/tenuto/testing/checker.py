@@ -138,7 +138,7 @@ def _check_presence(repo: Repo, id: CheckpointId, presence: Presence, there: boo
 def _in_trash(repo: Repo, id: CheckpointId) -> bool:
     for entry in repo.store.walk(trash_directory(id)):
         try:
-            if isinstance(decode_manifest(repo.store.get(entry.name, limit=1 << 20), id), Manifest):
+            if isinstance(decode_manifest(repo.store.get(entry.name, limit=1 << 20), id, repo.id), Manifest):
                 return True
         except CorruptionError:
             continue

@@ -28,6 +28,7 @@ from tenuto.state.position.training_position import Counters, TrainingPosition
 from tenuto.state.restore.match import match_state
 from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
+from tenuto.training.fresh_start import tell_fresh_start
 
 AGAIN, CLAIMED = b"again", b"claimed"
 """The coordinator's broadcasts while it claims: all restore anew, or the run is claimed."""
@@ -101,6 +102,8 @@ class RunClaim:
             self.restored = None
             if result is not None:
                 self._begin_at(result)
+            elif self._resume_from is not None and self._group.coordinates:
+                tell_fresh_start(self._repo.url, self._run, self._emitter)
             self.done = True
             if self.on_restored is not None:
                 self.on_restored()
@@ -149,7 +152,7 @@ class RunClaim:
             raise
         try:
             with self._claims() as round:
-                round.broadcast(CLAIMED + b"\n" + encode_attempt(attempt.record))
+                round.broadcast(CLAIMED + b"\n" + encode_attempt(attempt.record, self._repo.id))
         except BaseException:
             attempt.release()
             raise

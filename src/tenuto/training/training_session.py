@@ -22,7 +22,7 @@ from tenuto.ranks.contract import Ranks
 from tenuto.state.position.training_position import TrainingPosition
 from tenuto.store.contract import Where
 from tenuto.store.registry import CERTIFY_VARIABLE
-from tenuto.training import run_registry
+from tenuto.training import fresh_start, run_registry
 from tenuto.training.arguments import Settings
 from tenuto.training.loops import Epochs, Steps
 from tenuto.training.pending_saves import LateMetricTrigger, PendingRequests
@@ -123,7 +123,19 @@ class TrainingSession:
         if probe is not None:
             where, settings = probe.replace(where, settings)
         run, patience_s, memory = settings.run, settings.ranks_timeout_s, settings.memory
-        group, repo = training_group(ranks, where, run, emitter, patience_s, memory=memory, writers=settings.writers)
+        group, repo = training_group(
+            ranks,
+            where,
+            run,
+            emitter,
+            patience_s,
+            memory=memory,
+            writers=settings.writers,
+            before_create=None
+            if settings.resume_from is None
+            else lambda store: fresh_start.check_new_repository(store, run, emitter),
+        )
+        fresh_start.opened(repo.url)
         with leave_on_error(group):
             position = TrainingPosition(data, ranks.rank, ranks.world_size)
             snapshots = Snapshots(state, position, watched=settings.watched)

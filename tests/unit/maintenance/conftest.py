@@ -66,7 +66,7 @@ class World:
             owner = replace(owner, pid=2**22 + 7)
         record = AttemptRecord(run, number, secrets.token_hex(16), parent, owner)
         name = object_names.attempt_name(run, number)
-        objects.put(self.store, name, encode_attempt(record), token=record.id)
+        objects.put(self.store, name, encode_attempt(record, self.repo.id), token=record.id)
         if alive:
             take_ownership(self.repo, run, number)
         return Attempt(self.repo, record, Lease(self.repo, record))

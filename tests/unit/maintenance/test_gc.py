@@ -101,7 +101,7 @@ def test_i6_a_save_that_comes_to_life_after_the_mark_is_spared(world):
     plan = plan_gc(world.repo)
     name = "refs/hold/late/1.json"
     body = {"created": "", "id": "0" * 32, "to": checkpoint_json(open_save)}
-    world.put(name, objects.encode("ref", name, body))
+    world.put(name, objects.encode("ref", name, body, world.repo.id))
     report = execute(world.repo, plan)
     assert report.deleted == ()
     assert report.spared == ((open_save, "a ref names it"),)

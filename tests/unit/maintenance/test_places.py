@@ -156,7 +156,7 @@ def test_a_damaged_manifest_frees_nothing(spread: Spread) -> None:
 def test_what_an_aborted_save_put_is_freed_though_its_begin_stays_in_the_home(spread: Spread) -> None:
     id = spread.save(1, until="index")
     newest = spread.save(2)
-    spread.home.place.objects[id.manifest] = encode_aborted(Aborted(id, "", "a test")), 1
+    spread.home.place.objects[id.manifest] = encode_aborted(Aborted(id, "", "a test"), spread.repo.id), 1
     assert tidy_replicas(spread.repo, newest) == 1
     assert spread.in_place(id) == []
 

@@ -136,10 +136,10 @@ def with_table(repo: Repo, store: MemoryStore, id: CheckpointId, change: Callabl
     manifest = repo.manifest(id)
     table = repo.boxes(manifest)
     assert table is not None
-    data = encode_boxes(change(table), id, manifest.save_id)
+    data = encode_boxes(change(table), id, manifest.save_id, repo.id)
     replace_object(store, f"{id.directory}/{BOXES}", data)
     said = replace(manifest, boxes=IndexEntry(BOXES, len(data), digest(data)))
-    replace_object(store, id.manifest, encode_manifest(said))
+    replace_object(store, id.manifest, encode_manifest(said, repo.id))
 
 
 def last_part(table: BoxTable, leaf: int) -> int:

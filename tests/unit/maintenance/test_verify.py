@@ -266,7 +266,7 @@ def test_a_manifest_with_another_contents_digest_is_found(world):
     id = world.save(world.claim(), 1)
     manifest = world.repo.manifest(id)
     world.lose(id.manifest)
-    world.put(id.manifest, encode_manifest(replace(manifest, content="0" * 64, leaves=7)))
+    world.put(id.manifest, encode_manifest(replace(manifest, content="0" * 64, leaves=7), world.repo.id))
     found = execute(world.repo, plan_verify(world.repo)).errors
     assert [finding.harms_restore for finding in found] == [False, True]
     assert "counts 7 leaves" in found[0].message

@@ -18,7 +18,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import AttemptRecord, Index, Manifest, Owner, PackEntry, Receipt
 from tenuto.repo.commit import commit, put_index
-from tenuto.repo.format import object_names, objects
+from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import content_digest
 from tenuto.repo.format.small_records import Begin, encode_attempt, encode_begin
 from tenuto.repo.repository import Repo
@@ -49,7 +49,7 @@ class Maker:
     ) -> AttemptRecord:
         record = AttemptRecord(run, number, secrets.token_hex(16), parent, owner)
         name = object_names.attempt_name(run, number)
-        self.repo.store.put_if_absent(name, Bytes(encode_attempt(record)), token=record.id)
+        self.repo.store.put_if_absent(name, Bytes(encode_attempt(record, self.repo.id)), token=record.id)
         return record
 
     def begin(
@@ -58,7 +58,7 @@ class Maker:
         id, save_id = CheckpointId(run, attempt, step), secrets.token_hex(16)
         plan = plan_layout(SPECS)
         names = (*(pack.name for pack in plan.packs), "rank-00000.index")
-        data = encode_begin(Begin(id, save_id, names, parent))
+        data = encode_begin(Begin(id, save_id, names, parent), self.repo.id)
         self.repo.store.put_if_absent(object_names.begin_name(id), Bytes(data), token=save_id)
         return id, save_id
 
@@ -143,7 +143,3 @@ def release() -> Iterator[list[Any]]:
     yield attempts
     for attempt in attempts:
         attempt.release()
-
-
-def small(kind: str, name: str, body: dict[str, Any]) -> Bytes:
-    return Bytes(objects.encode(kind, name, body))

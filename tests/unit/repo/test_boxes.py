@@ -26,6 +26,7 @@ from tenuto.repo.format.safetensors import build_header, parse_header
 from tenuto.repo.format.shard_table import COLUMNS, BoxTable, decode_boxes, encode_boxes
 
 ID = CheckpointId("gpt", 3, 500)
+OURS = "9" * 32
 SAVE = "0123456789abcdef" * 2
 CHUNK = 64
 
@@ -65,7 +66,7 @@ def index_of(specs: tuple[LeafSpec, ...] = ROWS, leaf: tuple[int, ...] = (1, 1, 
 
 
 def test_parts_of_leaves_come_back_as_they_were() -> None:
-    found = decode_index(encode_index(index_of(), ID), id=ID, rank=2, tree=TREE)
+    found = decode_index(encode_index(index_of(), ID, OURS), id=ID, rank=2, tree=TREE, repository=OURS)
     assert tuple(found.specs) == ROWS
     assert [found.specs[row] for row in range(4)] == list(ROWS)
     assert found.leaf is not None and found.leaf.tolist() == [1, 1, 3, 4]
@@ -73,14 +74,14 @@ def test_parts_of_leaves_come_back_as_they_were() -> None:
 
 
 def test_a_row_of_a_table_says_what_part_it_is() -> None:
-    table = decode_table(encode_index(index_of(), ID), id=ID, rank=2)
+    table = decode_table(encode_index(index_of(), ID, OURS), id=ID, rank=2, repository=OURS)
     assert table.spec(1, "w") == ROWS[1]
     assert table.spec(2, "z") == ROWS[2]
     assert table.spec(3, "mine") == ROWS[3]
 
 
 def test_a_rank_may_have_nothing_of_the_state() -> None:
-    found = decode_index(encode_index(index_of(ROWS[3:], (4,)), ID), id=ID, rank=2, tree=TREE)
+    found = decode_index(encode_index(index_of(ROWS[3:], (4,)), ID, OURS), id=ID, rank=2, tree=TREE, repository=OURS)
     assert tuple(found.specs) == ROWS[3:]
 
 
@@ -96,9 +97,9 @@ def test_a_rank_may_have_nothing_of_the_state() -> None:
     ],
 )
 def test_rows_that_contradict_each_other_are_refused(change: Callable[[], Index], why: str) -> None:
-    data = encode_index(change(), ID)
+    data = encode_index(change(), ID, OURS)
     with pytest.raises(CorruptionError, match=why):
-        decode_index(data, id=ID, rank=2, tree=TREE)
+        decode_index(data, id=ID, rank=2, tree=TREE, repository=OURS)
 
 
 def test_parts_of_one_leaf_lie_in_a_pack_under_names_of_their_own(tmp_path: Any) -> None:
@@ -146,12 +147,12 @@ def tables(draw: st.DrawFn) -> BoxTable:
 
 
 def read(data: bytes, ranks: int = 4, leaves: int = len(FORMS)) -> BoxTable:
-    return decode_boxes(data, id=ID, save_id=SAVE, ranks=ranks, leaves=leaves)
+    return decode_boxes(data, id=ID, save_id=SAVE, ranks=ranks, leaves=leaves, repository=OURS)
 
 
 @given(tables())
 def test_a_table_of_boxes_comes_back_as_it_was(table: BoxTable) -> None:
-    found = read(encode_boxes(table, ID, SAVE))
+    found = read(encode_boxes(table, ID, SAVE, OURS))
     for name in ("leaf", "rank", "row", "origin", "shape", "bounds", "code", "whole", "ends"):
         assert np.array_equal(getattr(found, name), getattr(table, name)), name
     assert found.of_ranks() == sorted(set(table.rank.tolist()))
@@ -182,13 +183,13 @@ TABLE = table_of([(0, 0, (0, 0), (4, 4)), (0, 3, (4, 0), (4, 4)), (1, 2, (), ())
     ],
 )
 def test_a_table_that_contradicts_itself_is_refused(change: dict[str, Any], why: str) -> None:
-    assert len(read(encode_boxes(TABLE, ID, SAVE))) == 3
+    assert len(read(encode_boxes(TABLE, ID, SAVE, OURS))) == 3
     with pytest.raises(CorruptionError, match=why):
-        read(encode_boxes(replace(TABLE, **change), ID, SAVE))
+        read(encode_boxes(replace(TABLE, **change), ID, SAVE, OURS))
 
 
 def test_the_table_of_another_save_or_another_place_is_refused() -> None:
-    for data in (encode_boxes(TABLE, ID, "f" * 32), encode_boxes(TABLE, CheckpointId("gpt", 3, 501), SAVE)):
+    for data in (encode_boxes(TABLE, ID, "f" * 32, OURS), encode_boxes(TABLE, CheckpointId("gpt", 3, 501), SAVE, OURS)):
         with pytest.raises(CorruptionError, match="not the table of this checkpoint"):
             read(data)
 
@@ -198,22 +199,22 @@ def widths(data: bytes) -> dict[str, str]:
 
 
 def test_columns_of_several_ranks_are_as_narrow_as_their_numbers() -> None:
-    data = encode_boxes(TABLE, ID, SAVE)
+    data = encode_boxes(TABLE, ID, SAVE, OURS)
     assert {"U8"} == set(widths(data).values())
     wide = replace(TABLE, row=np.array([0, 300, 70_000]), whole=np.array([8, 2**33, 6, 6, 6, 0]))
-    found = widths(encode_boxes(wide, ID, SAVE))
+    found = widths(encode_boxes(wide, ID, SAVE, OURS))
     assert (found["row"], found["whole"], found["leaf"], found["rank"]) == ("U32", "U64", "U8", "U8")
     assert list(found)[:2] == ["whole", "row"], "the widest first: each column is aligned for its items"
-    read_back = read(encode_boxes(wide, ID, SAVE))
+    read_back = read(encode_boxes(wide, ID, SAVE, OURS))
     assert read_back.row.tolist() == [0, 300, 70_000] and read_back.whole.tolist()[1] == 2**33
 
 
 def test_wide_columns_of_several_ranks_are_read_as_well() -> None:
     with patch.object(columns, "narrowest", lambda _, kinds: list(kinds)):
-        data = encode_boxes(TABLE, ID, SAVE), encode_index(index_of(), ID)
+        data = encode_boxes(TABLE, ID, SAVE, OURS), encode_index(index_of(), ID, OURS)
     assert widths(data[0])["leaf"] == widths(data[1])["leaf"] == "U64"
     assert read(data[0]).leaf.tolist() == TABLE.leaf.tolist()
-    assert tuple(decode_index(data[1], id=ID, rank=2, tree=TREE).specs) == ROWS
+    assert tuple(decode_index(data[1], id=ID, rank=2, tree=TREE, repository=OURS).specs) == ROWS
 
 
 @pytest.mark.parametrize("code", ["I8", "F32", "U64", "BOOL"])
@@ -226,13 +227,13 @@ def test_a_column_is_no_wider_than_it_may_be_and_of_whole_numbers(code: str) -> 
 
 def test_an_index_of_one_process_has_wide_columns_and_no_others() -> None:
     alone = replace(index_of(ROWS[2:3], (0,)), leaf=None, tree_leaves=None, private=None)
-    data = encode_index(alone, ID)
+    data = encode_index(alone, ID, OURS)
     assert widths(data)["leaf"] == "U64" and widths(data)["dtype"] == "U16"
 
     def narrowly(*args: Any, save_id: str, narrow: bool) -> bytes:
         return columns.encode_columns(*args, save_id=save_id, narrow=True)
 
     with patch.object(index_module, "encode_columns", narrowly):
-        narrow = encode_index(alone, ID)
+        narrow = encode_index(alone, ID, OURS)
     with pytest.raises(CorruptionError, match="no row of U64"):
-        decode_table(narrow, id=ID, rank=2)
+        decode_table(narrow, id=ID, rank=2, repository=OURS)

@@ -89,7 +89,9 @@ def ended_process() -> Owner:
 
 
 def beat(repo: Repo, record: AttemptRecord, number: int, *, closed: bool = False, released: bool = False) -> None:
-    data = encode_lease(LeaseRecord(number, record.id, record.parent, closed, released), record.run, record.number)
+    data = encode_lease(
+        LeaseRecord(number, record.id, record.parent, closed, released), record.run, record.number, repo.id
+    )
     name = object_names.numbered(object_names.lease_directory(record.run, record.number), number)
     repo.store.put_if_absent(name, Bytes(data), token="x")
 

@@ -184,7 +184,7 @@ def test_a_footer_that_lies_is_refused(repo, make, change):
     for key in ("digest", "format", "kind", "path"):
         del body[key]
     with pytest.raises(CorruptionError):
-        decode_seal(objects.encode(KIND, NAME, {**body, **change}), NAME)
+        decode_seal(objects.encode(KIND, NAME, {**body, **change}, None), NAME)
 
 
 def test_a_newer_format_is_none_of_ours(repo, make):

@@ -25,6 +25,7 @@ from tenuto.repo.format.safetensors import build_header
 from tenuto.state.encode.flattener import flatten
 
 ID = CheckpointId("gpt", 3, 500)
+OURS = "9" * 32
 SAVE = "0123456789abcdef" * 2
 FILE = f"{ID.directory}/rank-00000.index"
 CHUNK = 1024
@@ -63,16 +64,16 @@ def shared_tree(index: Index) -> Any:
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(indexes())
 def test_an_index_comes_back_as_it_was(index: Index) -> None:
-    data = encode_index(index, ID)
-    back = decode_index(data, id=ID, rank=0, tree=shared_tree(index))
+    data = encode_index(index, ID, OURS)
+    back = decode_index(data, id=ID, rank=0, tree=shared_tree(index), repository=OURS)
     for name in ("rank", "save_id", "chunk_bytes", "packs", "specs", "private"):
         assert getattr(back, name) == getattr(index, name)
     for name in ("pack", "offset", "length", "chunk_start", "digests"):
         np.testing.assert_array_equal(getattr(back, name), getattr(index, name))
         assert getattr(back, name).dtype == (np.uint8 if name == "digests" else np.int64)
-    assert decode_packs(data, id=ID, rank=0) == (SAVE, index.packs)
-    assert encode_index(back, ID) == data
-    assert encode_index(index, ID, ShapeRows.of(index.specs)) == data
+    assert decode_packs(data, id=ID, rank=0, repository=OURS) == (SAVE, index.packs)
+    assert encode_index(back, ID, OURS) == data
+    assert encode_index(index, ID, OURS, ShapeRows.of(index.specs)) == data
 
 
 @settings(max_examples=30, derandomize=True, deadline=None)
@@ -80,7 +81,7 @@ def test_an_index_comes_back_as_it_was(index: Index) -> None:
 def test_a_damaged_index_that_reaches_the_parser_is_an_error_or_reads_within_bounds(
     index: Index, data: st.DataObject
 ) -> None:
-    good = encode_index(index, ID)
+    good = encode_index(index, ID, OURS)
     at = data.draw(st.integers(0, len(good) - 1))
     bad = data.draw(
         st.sampled_from(
@@ -88,7 +89,7 @@ def test_a_damaged_index_that_reaches_the_parser_is_an_error_or_reads_within_bou
         )
     )
     try:
-        back = decode_index(bad, id=ID, rank=0, tree=shared_tree(index))
+        back = decode_index(bad, id=ID, rank=0, tree=shared_tree(index), repository=OURS)
     except CorruptionError as error:
         assert error.subject == FILE
         return
@@ -104,14 +105,14 @@ def test_an_index_of_a_flattened_state_names_its_leaves_again() -> None:
     flattened = flatten(state, private={"rng": np.arange(4), "blob": b"x" * 5000})
     assert [spec.private for spec in flattened.specs] == [False, False, True, True]
     index = replace(index_of(flattened.specs), private=flattened.private)
-    back = decode_index(encode_index(index, ID), id=ID, rank=0, tree=flattened.tree)
+    back = decode_index(encode_index(index, ID, OURS), id=ID, rank=0, tree=flattened.tree, repository=OURS)
     assert back.specs == flattened.specs
     assert back.private == flattened.private
 
 
 def rebuilt(index: Index, **changes: Any) -> bytes:
     """The index's file with columns replaced, which no digest has to vouch for here."""
-    data = encode_index(index, ID)
+    data = encode_index(index, ID, OURS)
     columns = {}
     at = 8 + int.from_bytes(data[:8], "little")
     from tenuto.repo.format.safetensors import parse_header
@@ -203,16 +204,18 @@ LIES: dict[str, dict[str, Any]] = {
 def test_i10_an_index_that_lies_is_refused(lie: str) -> None:
     specs = (LeafSpec("x", "float32", (3, 5)), LeafSpec("y", "int64", (2,)))
     index = index_of(specs)
-    assert decode_index(rebuilt(index), id=ID, rank=0, tree=tree_of(specs)).specs == specs
+    assert decode_index(rebuilt(index), id=ID, rank=0, tree=tree_of(specs), repository=OURS).specs == specs
     with pytest.raises(CorruptionError) as caught:
-        decode_index(rebuilt(index, **LIES[lie]), id=ID, rank=0, tree=tree_of(specs))
+        decode_index(rebuilt(index, **LIES[lie]), id=ID, rank=0, tree=tree_of(specs), repository=OURS)
     assert caught.value.subject == FILE
 
 
 def test_a_newer_format_says_what_reads_it() -> None:
     specs = (LeafSpec("x", "float32", (3, 5)),)
     with pytest.raises(FormatTooNew) as caught:
-        decode_index(rebuilt(index_of(specs), head=with_head(format=2)), id=ID, rank=0, tree=tree_of(specs))
+        decode_index(
+            rebuilt(index_of(specs), head=with_head(format=2)), id=ID, rank=0, tree=tree_of(specs), repository=OURS
+        )
     assert "the Tenuto that wrote it, or a newer one" in str(caught.value)
 
 
@@ -235,32 +238,34 @@ MANIFEST = Manifest(
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
-    assert decode_manifest(encode_manifest(MANIFEST), ID) == MANIFEST
-    assert encode_manifest(MANIFEST, canonical_json.spell(MANIFEST.tree)) == encode_manifest(MANIFEST)
+    assert decode_manifest(encode_manifest(MANIFEST, OURS), ID, OURS) == MANIFEST
+    assert encode_manifest(MANIFEST, OURS, canonical_json.spell(MANIFEST.tree)) == encode_manifest(MANIFEST, OURS)
     nan = replace(MANIFEST, metrics={"loss": float("nan")})
-    assert encode_manifest(decode_manifest(encode_manifest(nan), ID)) == encode_manifest(nan)  # type: ignore[arg-type]
+    assert encode_manifest(decode_manifest(encode_manifest(nan, OURS), ID, OURS), OURS) == encode_manifest(nan, OURS)  # type: ignore[arg-type]
 
 
 def test_an_aborted_mark_is_told_from_a_manifest() -> None:
     mark = Aborted(ID, SAVE, "a reason " * 20)
-    assert decode_manifest(encode_aborted(mark), ID) == mark
+    assert decode_manifest(encode_aborted(mark, OURS), ID, OURS) == mark
 
 
 @pytest.mark.parametrize(
-    "data", [encode_manifest(MANIFEST), encode_aborted(Aborted(ID, SAVE, "why"))], ids=["manifest", "mark"]
+    "data", [encode_manifest(MANIFEST, OURS), encode_aborted(Aborted(ID, SAVE, "why"), OURS)], ids=["manifest", "mark"]
 )
 def test_every_flipped_bit_and_every_cut_of_a_manifest_is_noticed(data: bytes) -> None:
     for at in range(len(data)):
         for bit in range(8):
             with pytest.raises(CorruptionError):
-                decode_manifest(data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :], ID)
+                decode_manifest(data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :], ID, OURS)
         with pytest.raises(CorruptionError):
-            decode_manifest(data[:at], ID)
+            decode_manifest(data[:at], ID, OURS)
 
 
 def sealed(**changes: Any) -> bytes:
     body = {
-        k: v for k, v in canonical_json.unseal(encode_manifest(MANIFEST), name=ID.manifest).items() if k != "digest"
+        k: v
+        for k, v in canonical_json.unseal(encode_manifest(MANIFEST, OURS), name=ID.manifest).items()
+        if k != "digest"
     }
     body.update(changes)
     return canonical_json.seal({k: v for k, v in body.items() if v is not ...})
@@ -307,15 +312,15 @@ ENTRY = {"digest": "00" * 16, "length": 100, "name": "rank-00000.index"}
     ids=lambda changes: str(changes)[:70],
 )
 def test_i10_a_manifest_that_lies_is_refused(changes: dict[str, Any]) -> None:
-    assert decode_manifest(sealed(), ID) == MANIFEST
+    assert decode_manifest(sealed(), ID, OURS) == MANIFEST
     with pytest.raises(CorruptionError) as caught:
-        decode_manifest(sealed(**changes), ID)
+        decode_manifest(sealed(**changes), ID, OURS)
     assert caught.value.subject == ID.manifest
 
 
 def test_a_manifest_of_a_newer_format_is_told_as_such() -> None:
     with pytest.raises(FormatTooNew):
-        decode_manifest(sealed(format=2, kind="other"), ID)
+        decode_manifest(sealed(format=2, kind="other"), ID, OURS)
 
 
 WORDS = {
@@ -356,7 +361,7 @@ WORDS = {
 def test_a_lie_of_an_index_is_put_into_words(lie: str) -> None:
     specs = (LeafSpec("x", "float32", (3, 5)), LeafSpec("y", "int64", (2,)))
     with pytest.raises(CorruptionError) as caught:
-        decode_index(rebuilt(index_of(specs), **LIES[lie]), id=ID, rank=0, tree=tree_of(specs))
+        decode_index(rebuilt(index_of(specs), **LIES[lie]), id=ID, rank=0, tree=tree_of(specs), repository=OURS)
     assert caught.value.message.startswith((f"{FILE}: {WORDS[lie]}", WORDS[lie]))
 
 
@@ -379,13 +384,13 @@ def test_a_lie_of_an_index_is_put_into_words(lie: str) -> None:
 )
 def test_a_lie_of_a_manifest_is_put_into_words(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CorruptionError) as caught:
-        decode_manifest(sealed(**changes), ID)
+        decode_manifest(sealed(**changes), ID, OURS)
     assert caught.value.message.startswith(f"{ID.manifest}: {words}")
 
 
 def test_the_parent_of_a_manifest_may_be_of_its_own_attempt() -> None:
     own = {"run": "gpt", "attempt": 3, "step": 1}
-    found = decode_manifest(sealed(parent=own), ID)
+    found = decode_manifest(sealed(parent=own), ID, OURS)
     assert isinstance(found, Manifest) and found.parent == CheckpointId("gpt", 3, 1)
 
 
@@ -393,7 +398,7 @@ def test_an_index_is_spelled_as_the_format_says() -> None:
     """Column by column: other readers rely on it."""
     specs = (LeafSpec("x", "float32", (3, 5)), LeafSpec("y", "int64", (), True))
     index = index_of(specs)
-    data = encode_index(index, ID)
+    data = encode_index(index, ID, OURS)
     from tenuto.repo.format.safetensors import parse_header
 
     header = parse_header(data, name="x")
@@ -412,6 +417,7 @@ def test_an_index_is_spelled_as_the_format_says() -> None:
         ],
         "path": FILE,
         "rank": 0,
+        "repository": OURS,
         "save_id": SAVE,
         "shared": 1,
     }
@@ -421,14 +427,14 @@ def test_a_table_says_what_each_row_is() -> None:
     from tenuto.repo.format.index import decode_table
 
     specs = (LeafSpec("x", "float32", (3, 5)), LeafSpec("y", "int64", ()), LeafSpec("z", "int64", (4,), True))
-    table = decode_table(encode_index(index_of(specs), ID), id=ID, rank=0)
+    table = decode_table(encode_index(index_of(specs), ID, OURS), id=ID, rank=0, repository=OURS)
     assert len(table) == 3
     assert [table.spec(row, spec.path) for row, spec in enumerate(specs)] == list(specs)
     assert (table.shared, table.name, table.rank, table.save_id) == (2, FILE, 0, SAVE)
 
 
 def test_a_manifests_tree_that_no_save_wrote_is_told() -> None:
-    data = encode_index(index_of((LeafSpec("x", "float32", (3, 5)),)), ID)
+    data = encode_index(index_of((LeafSpec("x", "float32", (3, 5)),)), ID, OURS)
     with pytest.raises(CorruptionError) as caught:
-        decode_index(data, id=ID, rank=0, tree={"x": 1})
+        decode_index(data, id=ID, rank=0, tree={"x": 1}, repository=OURS)
     assert caught.value.message.startswith(f"{FILE}: the manifest's tree is none that a save can have written: ")

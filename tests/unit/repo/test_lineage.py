@@ -246,7 +246,8 @@ def test_a_record_of_a_newer_format_is_no_damage_either(repo: Repo, make: Any) -
     from tenuto.model import canonical_json
 
     name = object_names.attempt_name("gpt", 1)
-    repo.store.put_if_absent(name, Bytes(canonical_json.seal({"format": 2, "path": name})), token="x")
+    newer = canonical_json.seal({"format": 2, "path": name, "repository": repo.id})
+    repo.store.put_if_absent(name, Bytes(newer), token="x")
     with pytest.raises(FormatTooNew):
         latest(repo, "gpt")
 

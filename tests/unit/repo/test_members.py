@@ -76,7 +76,7 @@ def test_joining_marks_the_place_and_lists_it_in_the_home(home: MemoryStore, pla
     assert member is not None
     assert (member.repository, member.home, member.node) == (repo.id, home.url, "")
     (name,) = listed(home)
-    found = objects.decode("place", name, data_of(home, name))
+    found = objects.decode("place", name, data_of(home, name), repo.id)
     assert (found.text("url"), found.text("member"), found.text("repository")) == (place.url, member.id, repo.id)
     assert data_of(place, object_names.REPOSITORY) == data_of(home, object_names.REPOSITORY)
     assert member_in(home) is None
@@ -294,7 +294,7 @@ def test_a_member_that_says_it_is_another_repositorys_is_not_found(home: MemoryS
     member = member_in(place)
     assert member is not None
     body: dict[str, Any] = {"home": member.home, "id": member.id, "node": "", "repository": "0" * 32}
-    place.place.objects[object_names.MEMBER] = objects.encode("member", object_names.MEMBER, body), 1
+    place.place.objects[object_names.MEMBER] = objects.encode("member", object_names.MEMBER, body, None), 1
     assert beside(home) == []
 
 
@@ -348,7 +348,7 @@ def test_a_listing_that_names_no_place_is_passed_over(home: MemoryStore, place: 
     repo = Repo.create_or_open(Mirror(home, place))
     name = f"places/{'0' * 12}-{'1' * 32}.json"
     body = {"member": "1" * 32, "node": "", "repository": repo.id, "url": url}
-    home.place.objects[name] = objects.encode("place", name, body), 1  # type: ignore[arg-type]
+    home.place.objects[name] = objects.encode("place", name, body, None), 1  # type: ignore[arg-type]
     assert beside(home) == [place.url]
 
 
@@ -370,9 +370,9 @@ def test_a_place_whose_own_mark_is_damaged_is_not_found_and_cannot_be_given(
 def test_a_mark_that_says_something_else_than_it_may_is_damaged(place: MemoryStore, field: str, value: Any) -> None:
     body: dict[str, Any] = {"id": "1" * 32, "repository": "2" * 32, "home": "/h", "node": ""}
     name = object_names.MEMBER
-    place.place.objects[name] = objects.encode("member", name, body), 1
+    place.place.objects[name] = objects.encode("member", name, body, None), 1
     assert member_in(place) == Member("1" * 32, "2" * 32, "/h", "")
-    place.place.objects[name] = objects.encode("member", name, {**body, field: value}), 1
+    place.place.objects[name] = objects.encode("member", name, {**body, field: value}, None), 1
     with pytest.raises(CorruptionError, match=field):
         member_in(place)
 

@@ -16,6 +16,7 @@ from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes, Store
 
 NAME = "runs/gpt/a0001/x.json"
+OURS, THEIRS = "1" * 32, "2" * 32
 
 
 def refused(act: Any, message: str) -> None:
@@ -30,57 +31,64 @@ def fields(**values: Any) -> Fields:
 
 
 def test_an_object_says_its_kind_its_place_and_its_format() -> None:
-    data = objects.encode("note", NAME, {"body": {"a": 1}})
-    found = objects.decode("note", NAME, data)
+    data = objects.encode("note", NAME, {"body": {"a": 1}}, OURS)
+    found = objects.decode("note", NAME, data, OURS)
     assert {key: value for key, value in found.values.items() if key != "digest"} == {
         "body": {"a": 1},
         "format": 1,
         "kind": "note",
         "path": NAME,
+        "repository": OURS,
     }
     assert found.name == NAME
     with pytest.raises(CorruptionError) as caught:
-        objects.decode("ref", NAME, data)
+        objects.decode("ref", NAME, data, OURS)
     assert caught.value.message == f"{NAME} is a 'note', not a ref"
     assert caught.value.subject == NAME
     with pytest.raises(CorruptionError, match="a copy of"):
-        objects.decode("note", "runs/gpt/a0002/x.json", data)
+        objects.decode("note", "runs/gpt/a0002/x.json", data, OURS)
+    with pytest.raises(CorruptionError) as caught:
+        objects.decode("note", NAME, data, THEIRS)
+    assert caught.value.message == f"{NAME} belongs to repository {OURS}, this is {THEIRS}"
+    assert objects.decode("note", NAME, data, None).text("repository") == OURS, "read to learn whose it is"
 
 
 def test_a_kind_that_is_long_is_told_in_part() -> None:
     with pytest.raises(CorruptionError) as caught:
-        objects.decode("ref", NAME, objects.encode("k" * 41, NAME, {}))
+        objects.decode("ref", NAME, objects.encode("k" * 41, NAME, {}, OURS), OURS)
     assert caught.value.message == f"{NAME} is a {'k' * 40!r}, not a ref"
 
 
 def test_a_newer_format_says_how_to_read_it() -> None:
     data = canonical_json.seal({"format": 2, "kind": "note", "path": NAME})
     with pytest.raises(FormatTooNew) as caught:
-        objects.decode("note", NAME, data)
+        objects.decode("note", NAME, data, OURS)
     assert caught.value.message == f"{NAME} has format 2; this version reads formats up to 1"
     assert (caught.value.subject, caught.value.hint) == (
         NAME,
         "read it with the Tenuto that wrote it, or a newer one",
     )
-    older = canonical_json.seal({"format": 0, "kind": "note", "path": NAME})
-    assert objects.decode("note", NAME, older).whole("format") == 0
+    older = canonical_json.seal({"format": 0, "kind": "note", "path": NAME, "repository": OURS})
+    assert objects.decode("note", NAME, older, OURS).whole("format") == 0
 
 
 def test_what_was_cut_out_of_a_larger_object_is_checked_like_a_whole_one() -> None:
-    good = {"format": 1, "kind": "note", "path": NAME}
-    found = objects.checked("note", NAME, good)
+    good = {"format": 1, "kind": "note", "path": NAME, "repository": OURS}
+    found = objects.checked("note", NAME, good, OURS)
     assert found is not None and (found.values, found.name) == (good, NAME)
-    for other in ([], None, {**good, "path": "elsewhere"}, {**good, "kind": "ref"}):
-        assert objects.checked("note", NAME, other) is None
+    changed = ({"path": "elsewhere"}, {"kind": "ref"}, {"repository": THEIRS}, {"repository": None})
+    for other in ([], None, *({**good, **change} for change in changed)):
+        assert objects.checked("note", NAME, other, OURS) is None
     with pytest.raises(FormatTooNew):
-        objects.checked("note", NAME, {**good, "format": 2})
+        objects.checked("note", NAME, {**good, "format": 2}, OURS)
 
 
 def test_a_copy_is_whole_and_from_elsewhere() -> None:
-    data = objects.encode("note", NAME, {})
-    assert not objects.is_copy(NAME, data)
-    assert objects.is_copy("runs/gpt/a0002/x.json", data)
-    assert not objects.is_copy("runs/gpt/a0002/x.json", data[:-1]), "damaged is no copy"
+    data = objects.encode("note", NAME, {}, OURS)
+    assert not objects.is_copy(NAME, data, OURS)
+    assert objects.is_copy("runs/gpt/a0002/x.json", data, OURS)
+    assert objects.is_copy(NAME, data, THEIRS), "of another repository"
+    assert not objects.is_copy("runs/gpt/a0002/x.json", data[:-1], OURS), "damaged is no copy"
 
 
 def test_fields_of_a_wrong_type_are_named() -> None:
@@ -184,7 +192,7 @@ def test_rows_go_on_from_the_highest_number(repo: Repo) -> None:
         repo.store.put_if_absent(f"row/{foreign}", Bytes(b"x"), token="t")
     assert numbers(repo, "row") == [1, 9]
     assert append(repo, "row", "note", {"a": 2}) == 10
-    found = objects.decode("note", "row/10.json", repo.store.get("row/10.json", limit=10_000))
+    found = objects.decode("note", "row/10.json", repo.store.get("row/10.json", limit=10_000), repo.id)
     assert (found.whole("a"), found.text("repository")) == (2, repo.id)
     assert len(found.hex("id", 32)) == 32
     assert numbers(repo, "row") == [1, 9, 10]

@@ -24,6 +24,7 @@ from tenuto.state.tree import leaf_nodes
 from tenuto.store.registry import open_store
 
 ID = CheckpointId("gpt", 3, 500)
+OURS = "9" * 32
 
 keys = st.sampled_from(
     ["a", "b", "tree", "a/b", "", "#i:3", "~1", "é", '"], [{', "\\", "x\n", ",", 'i":[', 3, -3, True, None]
@@ -107,22 +108,22 @@ def manifest(tree: Any, **more: Any) -> Manifest:
 )
 def test_the_outline_says_what_the_manifest_says(tree: Any) -> None:
     whole = manifest(tree, progress={"step": 5, "tree": {"a": 1, "tree": 2}}, metrics={"loss": float("nan"), "a": 0.5})
-    data = encode_manifest(whole)
-    found = decode_outline(data, ID)
+    data = encode_manifest(whole, OURS)
+    found = decode_outline(data, ID, OURS)
     assert found is not None
     assert data[found[1] : found[2]] == canonical_json.dumps(tree)
-    assert repr(replace(found[0], tree=tree)) == repr(decode_manifest(data, ID))
+    assert repr(replace(found[0], tree=tree)) == repr(decode_manifest(data, ID, OURS))
 
 
 def test_the_outline_of_what_is_no_plain_manifest() -> None:
-    assert decode_outline(encode_aborted(Aborted(ID, "ab" * 16, "me")), ID) is None
-    data = encode_manifest(manifest(5))
-    assert decode_outline(data, CheckpointId("gpt", 3, 501)) is None
+    assert decode_outline(encode_aborted(Aborted(ID, "ab" * 16, "me"), OURS), ID, OURS) is None
+    data = encode_manifest(manifest(5), OURS)
+    assert decode_outline(data, CheckpointId("gpt", 3, 501), OURS) is None
     for place in range(0, len(data), 7):
         broken = bytearray(data)
         broken[place] ^= 4
         with pytest.raises(CorruptionError):
-            decode_outline(bytes(broken), ID)
+            decode_outline(bytes(broken), ID, OURS)
 
 
 def _newer(data: bytes) -> dict[str, Any]:

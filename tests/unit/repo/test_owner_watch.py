@@ -28,7 +28,7 @@ SLOW = 3600.0
 
 def beat(repo: Repo, record: AttemptRecord, number: int, **fields: Any) -> None:
     lease = LeaseRecord(number, record.id, record.parent, False, False)
-    data = encode_lease(replace(lease, **fields), record.run, record.number)
+    data = encode_lease(replace(lease, **fields), record.run, record.number, repo.id)
     repo.store.put_if_absent(
         object_names.numbered(object_names.lease_directory(record.run, record.number), number), Bytes(data), token="x"
     )
@@ -179,7 +179,7 @@ def test_a_beat_says_what_its_attempt_says(repo: Repo, make: Any) -> None:
     lease.release()
     assert read_last(repo, "gpt", 2) == (3, LeaseRecord(3, record.id, parent, True, True))
     data = repo.store.get("runs/gpt/a0002/lease/3.json", limit=10_000)
-    assert decode_lease(data, "gpt", 2, 3).released
+    assert decode_lease(data, "gpt", 2, 3, repo.id).released
 
 
 def test_the_beating_thread_is_named_and_ends_with_the_release(repo: Repo, make: Any) -> None:

@@ -99,7 +99,7 @@ def test_a_ref_is_a_row_of_versions_of_which_the_highest_counts(repo: Repo, make
     assert list_refs(repo) == [Ref("tag", "best", id)], "copies and foreign names are no refs"
     repo.store.delete(["refs/tag/best/3.json"])
     assert read_ref(repo, "tag", "best") == other
-    found = objects.decode("ref", "refs/tag/best/1.json", repo.store.get("refs/tag/best/1.json", limit=10_000))
+    found = objects.decode("ref", "refs/tag/best/1.json", repo.store.get("refs/tag/best/1.json", limit=10_000), repo.id)
     assert found.checkpoint("to") == id
     assert found.text("created").endswith("Z")
 
@@ -170,10 +170,19 @@ def test_a_tombstone_says_who_and_why(repo: Repo, make: Any, id: CheckpointId) -
     assert is_tombstoned(repo, id)
     assert (stone.id, stone.owner, stone.reason, stone.attempt) == (id, this_process(), "rm", 3)
     assert stone.name.startswith("tombstones/gpt/a0001/step-00000010/")
-    found = objects.decode("tombstone", stone.name, repo.store.get(stone.name, limit=10_000))
-    assert found.text("repository") == repo.id
+    found = objects.decode("tombstone", stone.name, repo.store.get(stone.name, limit=10_000), repo.id)
     assert found.text("created").endswith("Z")
     assert tombstones._read(repo, stone.name) == stone
+    body = {key: value for key, value in found.values.items() if key != "digest"}
+    theirs = objects.encode("tombstone", stone.name, body, "0" * 32)
+    repo.store.delete([stone.name])
+    repo.store.put_if_absent(stone.name, Bytes(theirs), token="x")
+    assert not is_tombstoned(repo, id), "announced in another repository"
+    repo.store.delete([stone.name])
+    repo.store.put_if_absent(stone.name, Bytes(theirs[:-1]), token="x")
+    assert is_tombstoned(repo, id), "unreadable: it counts"
+    repo.store.delete([stone.name])
+    stone = put_tombstone(repo, id, reason="rm", attempt=3)
     second = put_tombstone(repo, id, reason="gc")
     assert (second.attempt, tombstones.still_exists(repo, second)) == (0, True)
     take_back(repo, stone)

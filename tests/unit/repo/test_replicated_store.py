@@ -156,7 +156,7 @@ def unreadable() -> StoreError:
 
 
 def sealed(name: str, **body: Any) -> bytes:
-    return objects.encode("thing", name, body)
+    return objects.encode("thing", name, body, "1" * 32)
 
 
 # -- packs are put ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tenuto.repo.ownership.claim import Attempt, announced
 from tenuto.repo.replicated.members import join
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
-from tenuto.repo.repository import Repo
+from tenuto.repo.repository import BeforeCreate, Repo
 from tenuto.sharding.holdings import rank_names
 from tenuto.sharding.write_plan import Strategy
 from tenuto.store.contract import Store, Where
@@ -94,11 +94,13 @@ class JobGroup:
         call: str = "Checkpointer",
         facts: Mapping[str, str] | None = None,
         writers: Strategy = "balanced",
+        before_create: BeforeCreate | None = None,
     ) -> tuple[JobGroup, Repo]:
         """Meets the other ranks, and opens the repository, which has to be the same one for all of them.
 
         call: the function that all of them called.
         facts: what else has to be equal on all of them.
+        before_create: as for `Repo.create_or_open`, on the coordinator.
 
         Raises what the store raises; RanksMissing, RanksDisagree, RankFailed and RankStoreLost.
         """
@@ -112,7 +114,7 @@ class JobGroup:
         agreement.session.behind = group._behind
         crashpoint("ranks met, repository not yet opened")
         try:
-            return group, group._open(store, create=call != "load")
+            return group, group._open(store, create=call != "load", before_create=before_create)
         except BaseException as error:
             group.leave(error)
             raise
@@ -142,13 +144,13 @@ class JobGroup:
         """Returns an equal share; None where one rank writes all that several hold, so that shares are not equal."""
         return None if self.writers == "one" else nbytes // self.world_size
 
-    def _open(self, where: Store, *, create: bool = True) -> Repo:
+    def _open(self, where: Store, *, create: bool = True, before_create: BeforeCreate | None = None) -> Repo:
         """Opens the repository. With `create` the coordinator makes one where there is none; the others have to find
         the same one."""
         phase, wrong = "opening the repository", ""
         with self.agreement.round("place") as round:
             if self.coordinates:
-                repo = (Repo.create_or_open if create else Repo.open)(where)
+                repo = Repo.create_or_open(where, before_create=before_create) if create else Repo.open(where)
                 self.spread = places_of(repo.store) is not None
                 round.broadcast(f"{repo.id} {self.spread}".encode())
             else:
@@ -224,7 +226,7 @@ class JobGroup:
                 return announced(repo, record), int(number)
             attempt, step = find()
             try:
-                round.broadcast(b"%d\n" % step + encode_attempt(attempt.record))
+                round.broadcast(b"%d\n" % step + encode_attempt(attempt.record, attempt.repo.id))
             except BaseException:
                 attempt.release()
                 raise
@@ -359,18 +361,23 @@ def training_group(
     *,
     memory: SavePolicy | None,
     writers: Strategy,
+    before_create: BeforeCreate | None = None,
 ) -> tuple[RankGroup, Repo]:
-    """Returns the group that trains the run, and the repository, which is created where there is none. Raises what
+    """Returns the group that trains the run, and the repository, which is created where there is none
+    (`before_create`: as for `Repo.create_or_open`). Raises what
     `JobGroup.meet` does, and UsageError for what several ranks cannot do together."""
     if ranks.world_size == 1:
-        return SoloGroup(), Repo.create_or_open(open_store(where))
+        return SoloGroup(), Repo.create_or_open(open_store(where), before_create=before_create)
     if memory is not None and not memory.alike:
         raise UsageError(
             f"memory={memory!r} does not work with several ranks",
             subject=f"memory={memory!r}",
             hint="memory=every(steps=…): all keep the same steps",
         )
-    return JobGroup.meet(ranks, where, run, emitter, timeout_s, facts={"memory": repr(memory)}, writers=writers)
+    facts = {"memory": repr(memory)}
+    return JobGroup.meet(
+        ranks, where, run, emitter, timeout_s, facts=facts, writers=writers, before_create=before_create
+    )
 
 
 # --------------------------------------------------------------------------------------------------

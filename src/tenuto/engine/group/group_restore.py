@@ -376,7 +376,7 @@ class GroupRestore:
         own: BaseException | None = None
         rank, of = self.group.rank, self.group.world_size
         try:
-            manifest = _manifest(data(), id)
+            manifest = _manifest(data(), id, self._repo.id)
             found = manifest, match(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
             outcome.match_s = time.perf_counter() - began
         except Exception as error:  # noqa: BLE001 - sent to all, and raised here after the vote
@@ -420,7 +420,7 @@ def _reason(error: BaseException) -> str:
     return (DAMAGED if isinstance(error, _PASSED_OVER) else "") + in_words(error)
 
 
-def _manifest(data: bytes, id: CheckpointId) -> Manifest:
-    found = decode_manifest(data, id)
+def _manifest(data: bytes, id: CheckpointId, repository: str) -> Manifest:
+    found = decode_manifest(data, id, repository)
     assert not isinstance(found, Aborted), "chosen"
     return found

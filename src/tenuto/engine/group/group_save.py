@@ -332,7 +332,9 @@ class GroupCommit:
     ) -> None:
         plan, save, repo = under.plan, job.save, self._repo
         assert plan is not None, "planned before"
-        boxes, table = put_object(repo, save.id, BOXES, encode_boxes(plan.table, save.id, save.save_id), save.save_id)
+        boxes, table = put_object(
+            repo, save.id, BOXES, encode_boxes(plan.table, save.id, save.save_id, repo.id), save.save_id
+        )
         posts = self._rounds.posts(round, save)
         digests = [post.data[: post.head["replicas"]] for post in posts]
         if not check_sets(plan.held, plan.replicas, plan.compared(under.all_replicas), digests):

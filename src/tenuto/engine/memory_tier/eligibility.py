@@ -119,7 +119,7 @@ def _left_behind(repo: Repo, run: str, later: int, base: CheckpointId | None) ->
 def _save_id(repo: Repo, id: CheckpointId) -> str | None:
     """Returns the save that made a checkpoint, from its `begin.json`."""
     try:
-        return decode_begin(repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id).save_id
+        return decode_begin(repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id, repo.id).save_id
     except (ObjectNotFound, CorruptionError):
         return None
 

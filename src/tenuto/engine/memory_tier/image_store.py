@@ -114,7 +114,7 @@ def _parts(data: memoryview, footer: Seal, name: str) -> dict[str, memoryview]:
     index = _part(data, at, footer.index, f"the index of {name}")
     manifest = _part(data, at + footer.index.length, footer.manifest, f"the manifest of {name}")
     directory = footer.id.directory
-    save_id, packs = decode_packs(bytes(index), id=footer.id, rank=footer.rank)
+    save_id, packs = decode_packs(bytes(index), id=footer.id, rank=footer.rank, repository=footer.repository)
     if save_id != footer.save_id:
         raise CorruptionError(f"{name}: its index belongs to another save", subject=name)
     found = {f"{directory}/{index_file(footer.rank)}": index, footer.id.manifest: manifest}

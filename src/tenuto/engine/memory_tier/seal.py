@@ -129,7 +129,6 @@ def encode_seal(footer: Seal, name: str) -> bytes:
         "index": _part_json(footer.index),
         "manifest": _part_json(footer.manifest),
         "rank": footer.rank,
-        "repository": footer.repository,
         "save_id": footer.save_id,
         "saved_us": footer.saved_us,
         "sealed_us": footer.sealed_us,
@@ -138,14 +137,14 @@ def encode_seal(footer: Seal, name: str) -> bytes:
         "where": footer.where,
         **({} if footer.ranks == 1 else {"ranks": footer.ranks}),
     }
-    data = objects.encode(KIND, name, body)
+    data = objects.encode(KIND, name, body, footer.repository)
     assert len(data) <= MAX_PAYLOAD
     return data
 
 
 def decode_seal(data: bytes, name: str) -> Seal:
     """Reads a payload. CorruptionError if it is damaged, a copy of another slot's, or no valid seal; FormatTooNew."""
-    found = objects.decode(KIND, name, data)
+    found = objects.decode(KIND, name, data, None)
     id = found.checkpoint("checkpoint")
     if id is None:
         raise found.refuse("names no checkpoint")

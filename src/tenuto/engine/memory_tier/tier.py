@@ -323,7 +323,7 @@ class MemoryTier:
         if slot is None or pool is None or self._holder is None or slot.file.arena is None:
             return ""
         try:
-            index, manifest, content = job.described()
+            index, manifest, content = job.described(self._repo.id)
             slot.file.describe([index, manifest])
             self._sequence += 1
             footer = new_seal(

@@ -18,6 +18,7 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
+from tenuto.repo.format.objects import Origin
 from tenuto.repo.lineage import latest, walk
 from tenuto.repo.replicated.places import unreachable
 from tenuto.repo.repository import Repo
@@ -120,10 +121,25 @@ def choose(
     skipped ones with the reasons. Raises and returns like `restore_latest`."""
     skipped: list[tuple[CheckpointId, str]] = []
     stranded: CheckpointId | None = None
+    # Copies, and what is of another repository: verify names those when it looks at everything.
+    misplaced: list[tuple[CheckpointId, str]] = []
+
+    def pass_over(id: CheckpointId, origin: Origin) -> None:
+        why = f"what lies there {origin.words(repo.id)}"
+        misplaced.append((id, why))
+        if len(misplaced) == 1:  # a copied attempt may have thousands
+            emit.warn(f"{id} is passed over: {why}", run)
+        if origin.repository != repo.id:  # a copy beside its original is no loss
+            skipped.append((id, why))
+            emit.emit(CandidateSkipped(id, why))
+
+    def report(message: str) -> None:
+        emit.emit(Warned(message, run))
+
     for _ in range(CHOICES):
-        skipped = []
+        skipped, misplaced = [], []
         try:
-            for id in walk(repo, run, report=lambda message: emit.emit(Warned(message, run)), withdrawn=withdrawn):
+            for id in walk(repo, run, report=report, withdrawn=withdrawn, misplaced=pass_over):
                 try:
                     return _unless_vanished(repo, id, attempt), skipped
                 except CorruptionError as error:
@@ -146,6 +162,8 @@ def choose(
                 subject=run,
                 hint="try again when less is removed, or keep more (keep=)",
             )
+    if stranded is None:
+        skipped = skipped or misplaced  # training shall not start from scratch where something else was put in place
     if skipped:
         reasons = "".join(f"\n  {id}: {reason}" for id, reason in skipped[:5])
         reasons += f"\n  and {len(skipped) - 5} more" if len(skipped) > 5 else ""
@@ -154,7 +172,7 @@ def choose(
             subject=run,
             hint=f"on the nodes that have them: {typed('tenuto', 'replicate', repo.url)}"
             if unreachable(repo.store)
-            else typed("tenuto", "verify", repo.url, "--run", run),
+            else typed("tenuto", "verify", repo.url, *([] if misplaced else ["--run", run])),
         )
     if stranded is not None:
         raise NothingRestorable(

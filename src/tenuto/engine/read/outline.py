@@ -117,19 +117,19 @@ def read_outline(repo: Repo, id: CheckpointId, rank: int = 0) -> Outline:
         data = repo.store.get(id.manifest, limit=MAX_MANIFEST)
     except ObjectNotFound:
         data = b""
-    manifest, text = (_cut(data, id) if data else None) or (repo.manifest(id), None)
+    manifest, text = (_cut(data, id, repo.id) if data else None) or (repo.manifest(id), None)
     file = index_file(rank)
     entry = next((entry for entry in manifest.indexes if entry.name == file), None)
     if entry is None:
         raise CorruptionError(f"the manifest of {id} names no index {file}", subject=id.manifest)
-    table = decode_table(repo.index_bytes(id, entry), id=id, rank=rank)
+    table = decode_table(repo.index_bytes(id, entry), id=id, rank=rank, repository=repo.id)
     if table.save_id != manifest.save_id or table.chunk_bytes != manifest.chunk_bytes:
         raise CorruptionError(f"{table.name} belongs to another save than its manifest", subject=table.name)
     return Outline(manifest, table, text)
 
 
-def _cut(data: bytes, id: CheckpointId) -> tuple[Manifest, TreeText] | None:
-    found = decode_outline(data, id)
+def _cut(data: bytes, id: CheckpointId, repository: str) -> tuple[Manifest, TreeText] | None:
+    found = decode_outline(data, id, repository)
     if found is None:
         return None
     try:

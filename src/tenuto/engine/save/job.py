@@ -118,14 +118,15 @@ class Job:
             created=self.created,
         )
 
-    def described(self) -> tuple[bytes, bytes, str]:
-        """Returns the bytes of the index and of the manifest of a checkpoint of one rank, and its content digest."""
+    def described(self, repository: str) -> tuple[bytes, bytes, str]:
+        """Returns the bytes of the index and of the manifest of a checkpoint of one rank in this repository, and its
+        content digest."""
         index = self.index()
-        rows = encode_index(index, self.save.id, self.plan.rows)
+        rows = encode_index(index, self.save.id, repository, self.plan.rows)
         entry = IndexEntry(index_file(index.rank), len(rows), digest(rows))
         tree = canonical_json.spell(self.flattened.tree)
         manifest = self.manifest(tree, index, entry, self.about)
-        return rows, encode_manifest(manifest, tree), manifest.content
+        return rows, encode_manifest(manifest, repository, tree), manifest.content
 
     def aside_s(self) -> float:
         """Returns what the writing thread has spent on digests and on waiting for the capture so far."""

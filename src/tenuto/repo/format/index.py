@@ -23,7 +23,7 @@ from tenuto.model.records import Index, Json, PackEntry
 from tenuto.repo.format.columns import decode_columns, decode_json, encode_columns, encode_json
 from tenuto.repo.format.leaf_table import LeafSpecs
 from tenuto.repo.format.object_names import check_file, index_file
-from tenuto.repo.format.objects import FORMAT, MAX_CHUNK, Fields, check_format
+from tenuto.repo.format.objects import FORMAT, MAX_CHUNK, Fields, check_format, check_repository
 from tenuto.state.tree import leaf_paths
 
 # -- forms of leaves: dtypes, and lengths from shapes
@@ -151,9 +151,9 @@ PARTS: Final = (("origin", "U64", "<u8"), ("whole", "U64", "<u8"))
 """Ragged like `shape`, present only where a row may be part of its leaf: its origin, and the leaf's shape."""
 
 
-def encode_index(index: Index, id: CheckpointId, rows: ShapeRows | None = None) -> bytes:
-    """Returns the bytes of an index of checkpoint `id`, without the paths of shared leaves, which the manifest's tree
-    has.
+def encode_index(index: Index, id: CheckpointId, repository: str, rows: ShapeRows | None = None) -> bytes:
+    """Returns the bytes of an index of checkpoint `id` in this repository, without the paths of shared leaves, which
+    the manifest's tree has.
 
     `rows`: those of `index.specs`, if already made.
     """
@@ -173,7 +173,7 @@ def encode_index(index: Index, id: CheckpointId, rows: ShapeRows | None = None) 
         "pack": index.pack,
         "dtype": rows.code,
         "digests": np.ascontiguousarray(index.digests, dtype=np.uint8).reshape(-1),
-        "head": encode_json(_head(index, id, rows)),
+        "head": encode_json(_head(index, id, repository, rows)),
         "private": encode_json(index.private),
     }
     kinds: tuple[tuple[str, str, str], ...] = COLUMNS
@@ -184,7 +184,7 @@ def encode_index(index: Index, id: CheckpointId, rows: ShapeRows | None = None) 
     return encode_columns(columns, kinds, save_id=index.save_id, narrow=index.tree_leaves is not None)
 
 
-def _head(index: Index, id: CheckpointId, rows: ShapeRows) -> Json:
+def _head(index: Index, id: CheckpointId, repository: str, rows: ShapeRows) -> Json:
     return {
         **({} if index.tree_leaves is None else {"leaves": index.tree_leaves}),
         "chunk_bytes": index.chunk_bytes,
@@ -197,6 +197,7 @@ def _head(index: Index, id: CheckpointId, rows: ShapeRows) -> Json:
         ],
         "path": f"{id.directory}/{index_file(index.rank)}",
         "rank": index.rank,
+        "repository": repository,
         "save_id": index.save_id,
         "shared": rows.shared,
     }
@@ -290,15 +291,15 @@ class Table:
 
 
 @gc_paused
-def decode_index(data: bytes, *, id: CheckpointId, rank: int, tree: Json) -> Index:
+def decode_index(data: bytes, *, id: CheckpointId, rank: int, tree: Json, repository: str) -> Index:
     """Decodes the index in `data`, whose digest is checked. `tree`: the manifest's, which names the shared leaves."""
-    return decode_table(data, id=id, rank=rank).index(tree)
+    return decode_table(data, id=id, rank=rank, repository=repository).index(tree)
 
 
-def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
+def decode_table(data: bytes, *, id: CheckpointId, rank: int, repository: str) -> Table:
     """Decodes the rows of the index in `data`, whose digest is checked. Checks every number."""
     name = f"{id.directory}/{index_file(rank)}"
-    columns, head = _read(data, name, rank)
+    columns, head = _read(data, name, rank, repository)
     packs = _packs(head)
     private = decode_json(columns, "private", name)
     shared = head.whole("shared")
@@ -341,23 +342,23 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int) -> Table:
     )
 
 
-def decode_packs(data: bytes, *, id: CheckpointId, rank: int) -> tuple[str, tuple[PackEntry, ...]]:
+def decode_packs(data: bytes, *, id: CheckpointId, rank: int, repository: str) -> tuple[str, tuple[PackEntry, ...]]:
     """Returns the save id and the packs of the index in `data`, without its rows."""
     name = f"{id.directory}/{index_file(rank)}"
-    _, head = _read(data, name, rank)
+    _, head = _read(data, name, rank, repository)
     return head.hex("save_id", 32), _packs(head)
 
 
-def _read(data: bytes, name: str, rank: int) -> tuple[dict[str, Array], Fields]:
+def _read(data: bytes, name: str, rank: int, repository: str) -> tuple[dict[str, Array], Fields]:
     """Returns the columns and the head."""
     columns = decode_columns(data, COLUMNS, more=PARTS, narrow=True, name=name, what="an index")
-    head = _read_head(columns, name, rank)
+    head = _read_head(columns, name, rank, repository)
     if "leaves" not in head.values:
         columns = decode_columns(data, COLUMNS, more=PARTS, name=name, what="an index of one process")
     return columns, head
 
 
-def _read_head(columns: dict[str, Array], name: str, rank: int) -> Fields:
+def _read_head(columns: dict[str, Array], name: str, rank: int, repository: str) -> Fields:
     values = decode_json(columns, "head", name)
     if not isinstance(values, dict):
         raise CorruptionError(f"{name}: the column 'head' is no object", subject=name)
@@ -365,6 +366,7 @@ def _read_head(columns: dict[str, Array], name: str, rank: int) -> Fields:
     check_format(head)
     if head.text("kind") != "index" or head.text("path") != name or head.whole("rank") != rank:
         raise head.refuse("is not the index of this rank and checkpoint")
+    check_repository(head, repository)
     return head
 
 

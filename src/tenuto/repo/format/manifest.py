@@ -40,9 +40,9 @@ class Aborted:
     by: str
 
 
-def encode_manifest(manifest: Manifest, tree: Spelled | None = None) -> bytes:
-    """Returns the bytes of the manifest; equal manifests have equal bytes. `tree`: the manifest's, if already
-    spelled."""
+def encode_manifest(manifest: Manifest, repository: str, tree: Spelled | None = None) -> bytes:
+    """Returns the bytes of the manifest in this repository; equal manifests have equal bytes. `tree`: the manifest's,
+    if already spelled."""
     id = manifest.id
     assert tree is None or tree.value is manifest.tree, "another tree"
     return objects.encode(
@@ -67,6 +67,7 @@ def encode_manifest(manifest: Manifest, tree: Spelled | None = None) -> bytes:
             "step": id.step,
             "tree": manifest.tree if tree is None else tree,
         },
+        repository,
     )
 
 
@@ -74,27 +75,27 @@ def _entry(entry: IndexEntry) -> Json:
     return {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name}
 
 
-def encode_aborted(mark: Aborted) -> bytes:
-    data = objects.encode("aborted", mark.id.manifest, {"by": mark.by, "save_id": mark.save_id})
+def encode_aborted(mark: Aborted, repository: str) -> bytes:
+    data = objects.encode("aborted", mark.id.manifest, {"by": mark.by, "save_id": mark.save_id}, repository)
     assert len(data) <= MAX_ABORTED
     return data
 
 
 @gc_paused
-def decode_manifest(data: bytes, id: CheckpointId) -> Manifest | Aborted:
-    """Decodes the object under the manifest's name of `id`. Raises CorruptionError if it is damaged, a copy, or
-    inconsistent."""
+def decode_manifest(data: bytes, id: CheckpointId, repository: str) -> Manifest | Aborted:
+    """Decodes the object under the manifest's name of `id`. Raises CorruptionError if it is damaged, a copy, of another
+    repository, or inconsistent."""
     try:
-        found = objects.decode("manifest", id.manifest, data)
+        found = objects.decode("manifest", id.manifest, data, repository)
     except CorruptionError:
         if len(data) > MAX_ABORTED or not data.startswith(b'{"by":'):
             raise
-        found = objects.decode("aborted", id.manifest, data)
+        found = objects.decode("aborted", id.manifest, data, repository)
         return Aborted(id, found.text("save_id"), found.text("by"))
     return _manifest(found, id, _tree(found))
 
 
-def decode_outline(data: bytes, id: CheckpointId) -> tuple[Manifest, int, int] | None:
+def decode_outline(data: bytes, id: CheckpointId, repository: str) -> tuple[Manifest, int, int] | None:
     """Returns the manifest without its tree, and the bounds of the tree's text in `data`.
 
     Returns None if these are unclear (an aborted mark, or further keys of a newer writer); then use `decode_manifest`.
@@ -112,7 +113,7 @@ def decode_outline(data: bytes, id: CheckpointId) -> tuple[Manifest, int, int] |
             values = canonical_json.loads(head)
         except CorruptionError:
             continue  # a key of this name further inside
-        found = objects.checked("manifest", id.manifest, values)
+        found = objects.checked("manifest", id.manifest, values, repository)
         return None if found is None else (_manifest(found, id, None), place + len(_TREE), stop)
     return None
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from tenuto.errors import CorruptionError
+from tenuto.errors import CorruptionError, UsageError
 from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
 from tenuto.store.contract import TEMPORARY
 
 REPOSITORY: Final = "tenuto.json"
+REPOSITORY_COPY: Final = "tenuto.copy.json"
+"""Says the same as REPOSITORY."""
 MEMBER: Final = "tenuto-member.json"
 """In a place that is not the home: identifies the repository it belongs to."""
 PLACES: Final = "places"
@@ -164,6 +166,19 @@ def step_of(name: str) -> str | None:
     """Returns the directory of an object's save, None outside any save."""
     directory = "/".join(name.split("/")[:4])
     return directory if is_step(directory) and name != directory else None
+
+
+def save_of(name: str) -> CheckpointId | None:
+    """Returns the save that an object lies in, None outside any save."""
+    directory = step_of(name)
+    if directory is None:
+        return None
+    _, run, attempt, step = directory.split("/")
+    number, steps = parse_attempt(attempt), parse_step(step)
+    try:
+        return None if number is None or steps is None else CheckpointId(run, number, steps)
+    except UsageError:
+        return None
 
 
 def attempt_of(name: str) -> str | None:

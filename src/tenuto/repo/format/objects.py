@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from tenuto.errors import AlreadyExists, CorruptionError, FormatTooNew, ObjectNotFound, UsageError
@@ -20,38 +21,81 @@ MAX_CHUNK: Final = 1 << 30
 _HEX: Final = re.compile(r"[0-9a-f]+")
 
 
-def encode(kind: str, name: str, body: Mapping[str, Json | canonical_json.Spelled]) -> bytes:
-    """Returns the bytes of an object of this kind for `name`."""
-    return canonical_json.seal({**body, "format": FORMAT, "kind": kind, "path": name})
+def encode(kind: str, name: str, body: Mapping[str, Json | canonical_json.Spelled], repository: str | None) -> bytes:
+    """Returns the bytes of an object of this kind for `name`. `repository`: the id of the repository that it is written
+    into; None for the repository's own object, which has it as `id`."""
+    whose = {} if repository is None else {"repository": repository}
+    return canonical_json.seal({**body, **whose, "format": FORMAT, "kind": kind, "path": name})
 
 
-def decode(kind: str, name: str, data: bytes) -> Fields:
-    """Returns the fields of an object read from `name`. Raises CorruptionError if it is damaged, a copy, or of another
-    kind."""
+def decode(kind: str, name: str, data: bytes, repository: str | None) -> Fields:
+    """Returns the fields of an object read from `name` in this repository. Raises CorruptionError if it is damaged, a
+    copy, of another repository, or of another kind. `repository`: None for an object that says whose it is."""
     found = Fields(canonical_json.open_seal(data, name=name), name)
     check_format(found)
     if found.values.get("path") != name:
-        canonical_json.unseal(data, name=name)
+        copied = Origin(str(found.values.get("path")), repository or "")
+        raise CorruptionError(f"{name} {copied.words(repository)}, not an object of this place", subject=name)
+    if repository is not None:
+        check_repository(found, repository)
     if found.values.get("kind") != kind:
         raise CorruptionError(f"{name} is a {str(found.values.get('kind'))[:40]!r}, not a {kind}", subject=name)
     return found
 
 
-def checked(kind: str, name: str, values: Json) -> Fields | None:
+def checked(kind: str, name: str, values: Json, repository: str) -> Fields | None:
     """Returns fields cut out of a sealed object read from `name`; None where `decode` would refuse."""
-    if not isinstance(values, dict) or values.get("path") != name or values.get("kind") != kind:
+    if not isinstance(values, dict) or values.get("kind") != kind or origin_in(values, name, repository):
         return None
     found = Fields(values, name)
     check_format(found)
     return found
 
 
-def is_copy(name: str, data: bytes) -> bool:
-    """Returns whether `data`, read from `name`, is intact but was written under another name."""
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an object was written that lies in another place: its name there, and the repository's id."""
+
+    path: str
+    repository: str
+
+    def words(self, repository: str | None) -> str:
+        """Says where it comes from, for a reader of `repository`."""
+        if repository in (None, self.repository):
+            return f"is a copy of {self.path[:300]!r}"
+        return f"belongs to repository {self.repository[:40]}, this is {repository}"
+
+
+def origin_in(values: Mapping[str, Json], name: str, repository: str) -> Origin | None:
+    """Returns where an intact object with these fields, read from `name`, was written; None if right there."""
+    if values.get("path") == name and values.get("repository") == repository:
+        return None
+    return Origin(str(values.get("path")), str(values.get("repository", "none")))
+
+
+def origin(name: str, data: bytes, repository: str) -> Origin | None:
+    """Returns where an object read from `name` was written; None if right there, or if it is damaged."""
     try:
-        return bool(canonical_json.open_seal(data, name=name).get("path") != name)
+        return origin_in(canonical_json.open_seal(data, name=name), name, repository)
     except CorruptionError:
-        return False
+        return None
+
+
+def is_copy(name: str, data: bytes, repository: str) -> bool:
+    """Returns whether `data`, read from `name`, is intact but was written under another name, or in another
+    repository: then it takes part in nothing."""
+    return origin(name, data, repository) is not None
+
+
+def check_repository(found: Fields, repository: str) -> None:
+    """Raises CorruptionError if an object was written into another repository."""
+    whose = Origin(found.name, found.text("repository"))
+    if whose.repository != repository:
+        raise CorruptionError(
+            f"{found.name} {whose.words(repository)}",
+            subject=found.name,
+            hint="it was copied here from another repository: `tenuto verify` names all that was",
+        )
 
 
 def check_format(found: Fields) -> None:

@@ -23,7 +23,7 @@ from tenuto.model.records import Manifest
 from tenuto.repo.format.columns import decode_columns, decode_json, encode_columns, encode_json
 from tenuto.repo.format.index import MAX_DIMENSIONS, Table, lengths, read_dtypes
 from tenuto.repo.format.object_names import BOXES
-from tenuto.repo.format.objects import FORMAT, Fields, check_format
+from tenuto.repo.format.objects import FORMAT, Fields, check_format, check_repository
 from tenuto.sharding.holdings import Column, Holdings, spread
 
 Array = np.ndarray[Any, Any]
@@ -93,12 +93,13 @@ class BoxTable:
         return found
 
 
-def encode_boxes(table: BoxTable, id: CheckpointId, save_id: str) -> bytes:
+def encode_boxes(table: BoxTable, id: CheckpointId, save_id: str, repository: str) -> bytes:
     head = {
         "dtypes": list(table.dtypes),
         "format": FORMAT,
         "kind": "boxes",
         "path": f"{id.directory}/{BOXES}",
+        "repository": repository,
         "save_id": save_id,
     }
     return encode_columns({**_numbers(table), "head": encode_json(head)}, COLUMNS, save_id=save_id, narrow=True)
@@ -129,7 +130,7 @@ def _numbers(table: BoxTable) -> dict[str, Array]:
     }
 
 
-def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, leaves: int) -> BoxTable:
+def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, leaves: int, repository: str) -> BoxTable:
     """Decodes the table in `data`, whose digest is checked, for at most `ranks` ranks and `leaves` leaves. Raises
     CorruptionError for any other number in it."""
     name = f"{id.directory}/{BOXES}"
@@ -141,6 +142,7 @@ def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, lea
     check_format(head)
     if (head.text("kind"), head.text("path"), head.hex("save_id", 32)) != ("boxes", name, save_id):
         raise head.refuse("is not the table of this checkpoint")
+    check_repository(head, repository)
     found = {column: _bounded(columns[column], head) for column, _, _ in COLUMNS[:-1]}
     count = len(found["leaf"])
     if any(len(found[column]) != count for column in ("rank", "row", "shape.ends")):

@@ -38,7 +38,7 @@ class LeaseRecord:
     released: bool
 
 
-def encode_attempt(record: AttemptRecord) -> bytes:
+def encode_attempt(record: AttemptRecord, repository: str) -> bytes:
     return objects.encode(
         "attempt",
         attempt_name(record.run, record.number),
@@ -49,29 +49,21 @@ def encode_attempt(record: AttemptRecord) -> bytes:
             "id": record.id,
             "owner": owner_json(record.owner),
             "parent": checkpoint_json(record.parent),
-            "repository": record.repository,
             "run": record.run,
         },
+        repository,
     )
 
 
-def decode_attempt(data: bytes, run: str, number: int) -> AttemptRecord:
+def decode_attempt(data: bytes, run: str, number: int, repository: str) -> AttemptRecord:
     name = attempt_name(run, number)
-    found = objects.decode("attempt", name, data)
+    found = objects.decode("attempt", name, data, repository)
     if found.text("run") != run or found.whole("attempt") != number:
         raise found.refuse("names another attempt than its own")
     parent = found.checkpoint("parent")
     check_parent(parent, run, number, found)
-    repository = found.text("repository") if "repository" in found.values else ""
     return AttemptRecord(
-        run,
-        number,
-        found.hex("id", 32),
-        parent,
-        read_owner(found),
-        found.text("created"),
-        repository,
-        _before(found),
+        run, number, found.hex("id", 32), parent, read_owner(found), found.text("created"), _before(found)
     )
 
 
@@ -111,17 +103,18 @@ def read_owner(found: Fields) -> Owner:
     )
 
 
-def encode_begin(begin: Begin) -> bytes:
+def encode_begin(begin: Begin, repository: str) -> bytes:
     return objects.encode(
         "begin",
         begin_name(begin.id),
         {"names": sorted(begin.names), "parent": checkpoint_json(begin.parent), "save_id": begin.save_id},
+        repository,
     )
 
 
-def decode_begin(data: bytes, id: CheckpointId) -> Begin:
+def decode_begin(data: bytes, id: CheckpointId, repository: str) -> Begin:
     name = begin_name(id)
-    found = objects.decode("begin", name, data)
+    found = objects.decode("begin", name, data, repository)
     names = tuple(check_file(file, subject=name) for file in found.sequence("names"))
     if len(set(names)) != len(names):
         raise CorruptionError(f"{name} lists a name twice", subject=name)
@@ -130,7 +123,7 @@ def decode_begin(data: bytes, id: CheckpointId) -> Begin:
     return Begin(id, found.hex("save_id", 32), names, parent)
 
 
-def encode_lease(lease: LeaseRecord, run: str, attempt: int) -> bytes:
+def encode_lease(lease: LeaseRecord, run: str, attempt: int, repository: str) -> bytes:
     return objects.encode(
         "lease",
         numbered(lease_directory(run, attempt), lease.number),
@@ -140,11 +133,12 @@ def encode_lease(lease: LeaseRecord, run: str, attempt: int) -> bytes:
             "parent": checkpoint_json(lease.parent),
             "released": lease.released,
         },
+        repository,
     )
 
 
-def decode_lease(data: bytes, run: str, attempt: int, number: int) -> LeaseRecord:
-    found = objects.decode("lease", numbered(lease_directory(run, attempt), number), data)
+def decode_lease(data: bytes, run: str, attempt: int, number: int, repository: str) -> LeaseRecord:
+    found = objects.decode("lease", numbered(lease_directory(run, attempt), number), data, repository)
     parent = found.checkpoint("parent")
     check_parent(parent, run, attempt, found)
     return LeaseRecord(number, found.hex("id", 32), parent, found.flag("closed"), found.flag("released"))

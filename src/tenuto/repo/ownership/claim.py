@@ -113,7 +113,7 @@ def joined(repo: Repo, record: AttemptRecord) -> Attempt:
 def announced(repo: Repo, record: bytes) -> Attempt:
     """Returns the attempt that rank 0 has claimed and announced. Raises CorruptionError for what is no attempt."""
     found = canonical_json.loads(record)
-    return joined(repo, decode_attempt(record, str(found["run"]), int(found["attempt"])))
+    return joined(repo, decode_attempt(record, str(found["run"]), int(found["attempt"]), repo.id))
 
 
 def claim(
@@ -222,9 +222,10 @@ def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> 
         if parent is not None and parent.run == run and parent.attempt >= number:
             raise CheckpointNotFound(f"there is no checkpoint {parent} to go on from", subject=str(parent))
         before = _reached(repo, run, number - 1)
-        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text(), repo.id, before)
+        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text(), before)
         try:
-            objects.put(repo.store, object_names.attempt_name(run, number), encode_attempt(record), token=record.id)
+            name, data = object_names.attempt_name(run, number), encode_attempt(record, repo.id)
+            objects.put(repo.store, name, data, token=record.id)
             return record
         except AlreadyExists:
             try:
@@ -299,9 +300,12 @@ def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Ow
     all_dead = True
     for number in reversed([n for n in repo.attempts(record.run) if n < record.number]):
         last = read_last(repo, record.run, number)[1]
-        gone = previous.verdict == "dead" if number == previous.number else _is_gone(repo, record.run, number, last)
+        if number == previous.number:
+            gone, claimed = previous.verdict == "dead", True
+        else:
+            gone, claimed = _is_gone(repo, record.run, number, last)
         close_unfinished(repo, record.run, number, by=by, owner_dead=gone, report=report)
-        if gone:
+        if gone and claimed:
             dead.append(number)
         all_dead = all_dead and gone
         if last is not None and last.closed:
@@ -318,18 +322,21 @@ def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Ow
         repo.store.delete([entry.name for entry in repo.store.walk(directory, leftovers=True)])
 
 
-def _is_gone(repo: Repo, run: str, number: int, last: LeaseRecord | None) -> bool:
-    """Returns whether the owner of an attempt below the previous one has ended. Where only its lease could show it, it
-    counts as ended: an earlier claim has watched it."""
+def _is_gone(repo: Repo, run: str, number: int, last: LeaseRecord | None) -> tuple[bool, bool]:
+    """Returns whether the owner of an attempt below the previous one has ended, and whether it was claimed at all: the
+    directory may be a copy, or of another repository, whose lease nobody removes. Where only its lease could show that
+    it has ended, it counts as ended: an earlier claim has watched it."""
     try:
         record = repo.find_attempt(run, number)
     except CorruptionError:
-        return True
-    if record is None or (last is not None and last.released and last.id == record.id):
-        return True
+        return True, True
+    if record is None:
+        return True, False
+    if last is not None and last.released and last.id == record.id:
+        return True, True
     if record.owner == this_process():
-        return not owned_here(repo, run, number)
-    return judge(record.owner) != "alive"
+        return not owned_here(repo, run, number), True
+    return judge(record.owner) != "alive", True
 
 
 # --------------------------------------------------------------------------------------------------

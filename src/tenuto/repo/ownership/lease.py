@@ -36,7 +36,7 @@ def read_last(repo: Repo, run: str, attempt: int) -> tuple[int, LeaseRecord | No
     for number in reversed(numbers):
         try:
             data = repo.store.get(object_names.numbered(directory, number), limit=objects.SMALL)
-            return numbers[-1], decode_lease(data, run, attempt, number)
+            return numbers[-1], decode_lease(data, run, attempt, number, repo.id)
         except (ObjectNotFound, CorruptionError):
             continue
     return (numbers[-1] if numbers else 0), None
@@ -131,6 +131,7 @@ class Lease:
         beat = LeaseRecord(self._number, record.id, record.parent, self._closed, released)
         directory = object_names.lease_directory(record.run, record.number)
         name = object_names.numbered(directory, self._number)
-        objects.put(self._repo.store, name, encode_lease(beat, record.run, record.number), token=record.id)
+        data = encode_lease(beat, record.run, record.number, self._repo.id)
+        objects.put(self._repo.store, name, data, token=record.id)
         if self._number > 2:
             self._repo.store.delete([object_names.numbered(directory, self._number - 2)])

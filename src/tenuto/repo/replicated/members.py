@@ -68,16 +68,16 @@ def known(store: Store, repository: str) -> Store:
     given = {member.url for member in places.members}
     places.found_members = tuple(_found(home, names, repository, given, places.node))
     places.mirrors = tuple(place for place in places.found_members if not node_of(place))
-    places.unreachable = cache(partial(_unreachable, places))  # a list of thousands is read once
+    places.unreachable = cache(partial(_unreachable, places, repository))  # a list of thousands is read once
     return places
 
 
-def _unreachable(places: ReplicatedStore) -> list[UnreachableReplica]:
+def _unreachable(places: ReplicatedStore, repository: str) -> list[UnreachableReplica]:
     """Returns the listed places that are out of reach from here. The old place of a replaced disk is ignored."""
     described = {place.url: member for place in places.others if (member := _describe(place)) is not None}
     listed = {_name(url, member.id) for url, member in described.items()}
     here = {UnreachableReplica(url, member.node) for url, member in described.items()}
-    entry = (_read_entry(places.home, name) for name in _names(places.home) if name not in listed)
+    entry = (_read_entry(places.home, name, repository) for name in _names(places.home) if name not in listed)
     found = {UnreachableReplica(one.text("url"), one.text("node")) for one in entry if one is not None}
     return sorted(found - here, key=str)
 
@@ -103,7 +103,9 @@ def _found(home: Store, names: Sequence[str], repository: str, given: set[str], 
     """Yields the listed places that exist and have a listed member."""
     listed = set(names)
     for _, some in groupby(sorted(names), key=lambda name: name[:_KEY]):
-        url = next((entry.text("url") for name in some if (entry := _read_entry(home, name)) is not None), None)
+        url = next(
+            (entry.text("url") for name in some if (entry := _read_entry(home, name, repository)) is not None), None
+        )
         if url is None or url in given:
             continue
         try:
@@ -129,11 +131,11 @@ def _name(url: str, member: str) -> str:
     return f"{hashlib.sha256(url.encode()).hexdigest()[:_KEY]}-{member}.json"
 
 
-def _read_entry(home: Store, name: str) -> Fields | None:
+def _read_entry(home: Store, name: str, repository: str) -> Fields | None:
     """Reads an entry of the list; None if it is damaged or gone."""
     path = f"{object_names.PLACES}/{name}"
     try:
-        return objects.decode("place", path, home.get(path, limit=objects.SMALL))
+        return objects.decode("place", path, home.get(path, limit=objects.SMALL), repository)
     except (CorruptionError, StoreError):
         return None
 
@@ -150,7 +152,7 @@ def member_in(store: Store) -> Member | None:
         data = store.get(object_names.MEMBER, limit=objects.SMALL)
     except ObjectNotFound:
         return None
-    found: Fields = objects.decode("member", object_names.MEMBER, data)
+    found: Fields = objects.decode("member", object_names.MEMBER, data, None)
     return Member(found.hex("id", 32), found.hex("repository", 32), found.text("home"), found.text("node"))
 
 
@@ -218,11 +220,11 @@ def _list(places: ReplicatedStore, place: Store, member: Member) -> None:
     body: dict[str, Json] = {
         "member": member.id,
         "node": member.node,
-        "repository": member.repository,
         "url": place.url,
     }
     try:
-        objects.put(places.home, name, objects.encode("place", name, body), token=secrets.token_hex(16))
+        data = objects.encode("place", name, body, member.repository)
+        objects.put(places.home, name, data, token=secrets.token_hex(16))
     except AlreadyExists:
         pass
 
@@ -233,7 +235,7 @@ def _mark(places: ReplicatedStore, place: Store, repository: str) -> Member:
     made = Member(secrets.token_hex(16), repository, places.home.url, node)
     _list(places, place, made)
     name = f"{object_names.PLACES}/{_name(place.url, made.id)}"
-    body: dict[str, Json] = {"home": made.home, "id": made.id, "node": node, "repository": repository}
+    body: dict[str, Json] = {"home": made.home, "id": made.id, "node": node}
     try:
         if exists(place, name):
             raise UsageError(
@@ -243,7 +245,8 @@ def _mark(places: ReplicatedStore, place: Store, repository: str) -> Member:
             )
         _check_empty(places, place)
         places.replica(place).copy_from_home(object_names.REPOSITORY)
-        objects.put(place, object_names.MEMBER, objects.encode("member", object_names.MEMBER, body), token=made.id)
+        data = objects.encode("member", object_names.MEMBER, body, repository)
+        objects.put(place, object_names.MEMBER, data, token=made.id)
     except TenutoError as error:
         places.home.delete([name])
         there = member_in(place) if isinstance(error, AlreadyExists) else None

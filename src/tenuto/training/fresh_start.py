@@ -1,0 +1,67 @@
+"""Keeps a job from starting from scratch unheard: an empty directory may be one whose file system is not mounted.
+
+A first run says nothing. Where something tells that there had been a repository (an image in this machine's memory that
+names this place, or this process itself), the new one is told of, and refused in a job that was restarted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from tenuto.engine.memory_tier.listing import images
+from tenuto.errors import RepositoryError
+from tenuto.events import Emitter
+from tenuto.store.contract import Store
+
+RESTARTS: Final = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Where a launcher says how often it has started this job again."""
+_had: Final[set[str]] = set()
+"""Places in which this process has had a repository."""
+
+
+def restarted(environ: Mapping[str, str] = os.environ) -> str:
+    """Returns what says that this job was started again, such as `SLURM_RESTART_COUNT=1`; empty if nothing does."""
+    return next((f"{name}={environ[name]}" for name in RESTARTS if environ.get(name, "0").strip("0").isdigit()), "")
+
+
+def opened(url: str) -> None:
+    """Remembers that this process has had a repository there."""
+    _had.add(url)
+
+
+def check_new_repository(store: Store, run: str, emitter: Emitter) -> None:
+    """Called before a repository is made where training was to resume from the latest checkpoint. Warns if there had
+    been one; raises RepositoryError if the job was restarted too."""
+    evidence = _evidence(store.url)
+    if not evidence:
+        return
+    again = restarted()
+    message = f"there is no repository at {store.url}, and there had been one: {evidence}"
+    if again:
+        raise RepositoryError(
+            f"{message}; this job was started again ({again}) and does not start from scratch unasked",
+            subject=store.url,
+            hint="is the file system mounted? To start from scratch: resume_from=None",
+        )
+    emitter.warn(f"{message}; run {run!r} starts from scratch. Is the file system mounted?", run)
+
+
+def tell_fresh_start(url: str, run: str, emitter: Emitter) -> None:
+    """Called where there was nothing to resume from: in a job that was restarted, a person should know."""
+    again = restarted()
+    if again:
+        emitter.warn(
+            f"this job was started again ({again}), and run {run!r} at {url} has no checkpoint: it starts from scratch",
+            run,
+        )
+
+
+def _evidence(url: str) -> str:
+    if url in _had:
+        return "this process had it open"
+    for found in images(among=lambda slot: True):
+        if found.footer is not None and found.footer.where == url:
+            return f"step {found.footer.id.step} of run {found.footer.id.run!r} lies in this machine's memory"
+    return ""
