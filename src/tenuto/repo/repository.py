@@ -43,6 +43,8 @@ _ABOVE: Final = 8
 _BELOW: Final = 64
 _HEAD: Final = 64 << 10
 """Bytes of a manifest that are read to tell whether it is one: its path stands before its tree."""
+_ABORTED: Final = b'{"by":'
+"""How each aborted mark begins, and no manifest does."""
 
 
 def nearby(store: Store) -> str | None:
@@ -235,8 +237,8 @@ class Repo:
             if not is_unreadable(error):
                 raise
             return None
-        if len(head) > MAX_ABORTED and _own_path(id) in head:
-            return True
+        if not head.startswith(_ABORTED) and _own_path(id) in head:
+            return True  # no aborted mark, no copy: damaged or not, it need not be parsed to be counted
         try:
             return isinstance(decode_manifest(bytes(head), id), Manifest) if whole else None
         except CorruptionError:
