@@ -79,11 +79,13 @@ def now_text() -> str:
 
 
 class CommitObserver(Protocol):
-    """Learns of the saves that this process begins and commits, in the threads that do so."""
+    """Learns of the saves that this process begins and commits, and of notes on them, in the threads that do so."""
 
     def begun(self, id: CheckpointId, names: Sequence[str]) -> None: ...
 
     def committed(self, manifest: Manifest, data: bytes) -> None: ...
+
+    def noted(self, id: CheckpointId) -> None: ...
 
 
 class Repo:
