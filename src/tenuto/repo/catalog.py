@@ -197,7 +197,9 @@ class Snapshot(Repo):
         except StoreDenied:
             return  # somebody else's directory that may not be looked into: directories are listed one by one
 
-    def _forget_directories(self, listed: dict[CheckpointId, CheckpointDirectory], anew: Iterable[CheckpointId]) -> None:
+    def _forget_directories(
+        self, listed: dict[CheckpointId, CheckpointDirectory], anew: Iterable[CheckpointId]
+    ) -> None:
         """Takes out of `listed` what has to be listed again: also what `rm` has moved to the trash meanwhile."""
         if not listed:
             return
