@@ -155,6 +155,28 @@ def census_of(repo: Repo, id: CheckpointId) -> SaveDirectory:
     return save
 
 
+def runs_and_saves(repo: Repo) -> Iterator[tuple[str, tuple[int, ...], list[CheckpointId]]]:
+    """Yields each run, its attempts, and what may be a save of it, newest first: what has a directory or lies in the
+    trash. Lists the attempts and reads nothing; a name may turn out to be foreign."""
+    children = repo.store.children
+    for run in sorted({*children(object_names.RUNS).directories, *children("trash").directories}):
+        if not is_run(run):
+            continue
+        claimed: list[int] = []
+        ids: set[CheckpointId] = set()
+        for above in (object_names.run_directory(run), f"trash/{run}"):
+            for key in children(above).directories:
+                number = parse_attempt(key)
+                if number is None:
+                    continue
+                level = children(f"{above}/{key}")
+                steps = [step for step in map(parse_step, level.directories) if step is not None]
+                ids.update(CheckpointId(run, number, step) for step in steps)
+                if object_names.ATTEMPT in level.objects or "lease" in level.directories:
+                    claimed.append(number)
+        yield run, tuple(sorted(claimed)), sorted(ids, key=lambda id: (id.attempt, id.step), reverse=True)
+
+
 def mark_directory(id: CheckpointId) -> str:
     """Returns the directory of the marks that gc's first visit puts."""
     return f"{MARKS}/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"
