@@ -155,26 +155,36 @@ def census_of(repo: Repo, id: CheckpointId) -> SaveDirectory:
     return save
 
 
-def runs_and_saves(repo: Repo) -> Iterator[tuple[str, tuple[int, ...], list[CheckpointId]]]:
-    """Yields each run, its attempts, and what may be a save of it, newest first: what has a directory or lies in the
-    trash. Lists the attempts and reads nothing; a name may turn out to be foreign."""
+@dataclass(slots=True)
+class RunNames:
+    """What the names of a run's directories say. steps: of each attempt, what has a directory or lies in the trash."""
+
+    claimed: list[int] = field(default_factory=list)
+    steps: dict[int, set[int]] = field(default_factory=dict)
+
+    def newest_first(self, run: str) -> Iterator[CheckpointId]:
+        """Yields what may be a save; a name may turn out to be foreign."""
+        for number, steps in sorted(self.steps.items(), reverse=True):
+            yield from (CheckpointId(run, number, step) for step in sorted(steps, reverse=True))
+
+
+def names_of_runs(repo: Repo) -> dict[str, RunNames]:
+    """Lists the attempts of each run and the trash, and reads nothing."""
     children = repo.store.children
-    for run in sorted({*children(object_names.RUNS).directories, *children("trash").directories}):
-        if not is_run(run):
-            continue
-        claimed: list[int] = []
-        ids: set[CheckpointId] = set()
-        for above in (object_names.run_directory(run), f"trash/{run}"):
-            for key in children(above).directories:
+    runs: dict[str, RunNames] = {}
+    for top in (object_names.RUNS, "trash"):
+        for run in filter(is_run, children(top).directories):
+            found = runs.setdefault(run, RunNames())
+            for key in children(f"{top}/{run}").directories:
                 number = parse_attempt(key)
                 if number is None:
                     continue
-                level = children(f"{above}/{key}")
-                steps = [step for step in map(parse_step, level.directories) if step is not None]
-                ids.update(CheckpointId(run, number, step) for step in steps)
+                level = children(f"{top}/{run}/{key}")
+                steps = (step for step in map(parse_step, level.directories) if step is not None)
+                found.steps.setdefault(number, set()).update(steps)
                 if object_names.ATTEMPT in level.objects or "lease" in level.directories:
-                    claimed.append(number)
-        yield run, tuple(sorted(claimed)), sorted(ids, key=lambda id: (id.attempt, id.step), reverse=True)
+                    found.claimed.append(number)
+    return runs
 
 
 def mark_directory(id: CheckpointId) -> str:

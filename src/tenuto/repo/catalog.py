@@ -10,8 +10,8 @@ is intact, `Snapshot.is_fresh` says whether that one has to be read again.
 
 A round must not cost more the more checkpoints there are. Of a large run, a snapshot lists the attempts with their
 steps, the refs and the trash, but of the checkpoints' own directories only those that it does not know, those that are
-to be removed, those that others rely on, the newest, and those that were listed longest ago. What it says of the others,
-their notes above all, may be as old as the number of checkpoints divided by RELISTED rounds.
+to be removed, those that others rely on, the newest, and those that were listed longest ago. What it says of the
+others, their notes above all, may be as old as the number of checkpoints divided by RELISTED rounds.
 """
 
 from __future__ import annotations
@@ -294,8 +294,8 @@ class Snapshot(Repo):
         return found.notes
 
     def is_fresh(self, id: CheckpointId) -> bool:
-        """Returns whether this snapshot has listed the directory and read the manifest, or this process has committed it
-        since the last one."""
+        """Returns whether this snapshot has listed the directory and read the manifest, or this process has committed
+        it since the last one."""
         return id in self._directories and (id in self._fresh or id in self._catalog._unseen)
 
     def read_again(self, id: CheckpointId) -> None:

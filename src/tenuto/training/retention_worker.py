@@ -22,10 +22,9 @@ from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
 
-
 PUT_OFF: Final = 256
-"""A round judges every checkpoint of the run. So that a save does not cost more the more there are, it may be put off
-until so many checkpoints wait for one as the run has known ones, divided by this."""
+"""A round judges every checkpoint that is kept. So that its cost for each save does not grow with their number, one
+follows each commit of a run that keeps fewer than this, each second one where up to twice as many are kept, and so on."""
 
 
 class RetentionWorker:

@@ -137,23 +137,22 @@ def _all_saves(repo: Repo) -> dict[str, _RunSaves]:
 
 
 def _newest_saves(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSaves]:
-    from tenuto.maintenance.census import census_of, runs_and_saves
+    from tenuto.maintenance.census import census_of, names_of_runs
 
     runs: dict[str, _RunSaves] = {}
-    for run, attempts, ids in runs_and_saves(repo):
-        found = runs[run] = _RunSaves(attempts)
-        if only is not None and run != run_key(only):
-            continue
-        left = iter(ids)
-        for id in left:
-            save = census_of(repo, id)
-            if save.state in STATES:
-                found.saves.append(save)
-                if len(found.saves) == limit:
-                    break
-        found.more = sum(1 for _ in left)
-        if not attempts and not found.saves:
-            del runs[run]
+    for run, names in names_of_runs(repo).items():
+        found = _RunSaves(tuple(sorted(names.claimed)))
+        if only is None or run == run_key(only):
+            found.more = sum(map(len, names.steps.values()))
+            for id in names.newest_first(run):
+                save = census_of(repo, id)
+                found.more -= 1
+                if save.state in STATES:
+                    found.saves.append(save)
+                    if len(found.saves) == limit:
+                        break
+        if found.attempts or found.saves:
+            runs[run] = found
     return runs
 
 
