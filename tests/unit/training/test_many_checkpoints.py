@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 import tenuto
 from benchmarks.grown_repository import grow
 from tenuto import keep
