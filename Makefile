@@ -69,6 +69,7 @@ bench: setup
 	$(BIN)/python benchmarks/p9_restart.py --gib 1
 	$(BIN)/python benchmarks/p11_planning.py
 	$(BIN)/python benchmarks/p17_one_off.py --gib 0.5
+	$(BIN)/python benchmarks/many_checkpoints.py
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
 

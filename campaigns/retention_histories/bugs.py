@@ -230,7 +230,9 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "old look",
         "who has come to need it since the last round is not seen",
-        _method(Catalog, "snapshot", lambda self, repo, run: self.last_snapshot(run) or Snapshot(repo, self, run)),
+        _method(
+            Catalog, "snapshot", lambda self, repo, run, anew=(): self.last_snapshot(run) or Snapshot(repo, self, run)
+        ),
     ),
     Bug(
         "memory believed",

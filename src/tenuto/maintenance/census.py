@@ -158,6 +158,38 @@ def census_of(repo: Repo, id: CheckpointId) -> SaveDirectory:
     return save
 
 
+@dataclass(slots=True)
+class RunNames:
+    """What the names of a run's directories say. steps: of each attempt, what has a directory or lies in the trash."""
+
+    claimed: list[int] = field(default_factory=list)
+    steps: dict[int, set[int]] = field(default_factory=dict)
+
+    def newest_first(self, run: str) -> Iterator[CheckpointId]:
+        """Yields what may be a save; a name may turn out to be foreign."""
+        for number, steps in sorted(self.steps.items(), reverse=True):
+            yield from (CheckpointId(run, number, step) for step in sorted(steps, reverse=True))
+
+
+def names_of_runs(repo: Repo) -> dict[str, RunNames]:
+    """Lists the attempts of each run and the trash, and reads nothing."""
+    children = repo.store.children
+    runs: dict[str, RunNames] = {}
+    for top in (object_names.RUNS, "trash"):
+        for run in filter(is_run, children(top).directories):
+            found = runs.setdefault(run, RunNames())
+            for key in children(f"{top}/{run}").directories:
+                number = parse_attempt(key)
+                if number is None:
+                    continue
+                level = children(f"{top}/{run}/{key}")
+                steps = (step for step in map(parse_step, level.directories) if step is not None)
+                found.steps.setdefault(number, set()).update(steps)
+                if object_names.ATTEMPT in level.objects or "lease" in level.directories:
+                    found.claimed.append(number)
+    return runs
+
+
 def mark_directory(id: CheckpointId) -> str:
     """Returns the directory of the marks that gc's first visit puts."""
     return f"{MARKS}/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"

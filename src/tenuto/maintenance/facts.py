@@ -6,7 +6,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from tenuto.errors import CheckpointNotFound, CorruptionError
-from tenuto.maintenance.remove import ignore, verification_of, verification_state
+from tenuto.maintenance.remove import ignore, verification_of
 from tenuto.model.canonical_json import untag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Note
@@ -14,7 +14,7 @@ from tenuto.policy.keep import CheckpointFacts
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.lineage import walk
 from tenuto.repo.notes import notes
-from tenuto.repo.refs import list_refs
+from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.repository import Repo
 
 
@@ -28,22 +28,28 @@ def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = fro
     snapshot = repo if isinstance(repo, Snapshot) else Catalog().snapshot(repo, run)
     # Before the walk: what commits between the two is not judged yet. The other way round it would seem left behind.
     there = (
-        CheckpointId(run, attempt, step)
+        id
         for attempt in snapshot.attempts(run)
-        for step in snapshot.committed(run, attempt)
+        for step in snapshot.steps(run, attempt)
+        if snapshot.exists(id := CheckpointId(run, attempt, step))
     )
-    ids = [id for id in there if id not in without]
-    refs = list_refs(snapshot)
-    line = {id: place for place, id in enumerate(id for id in walk(snapshot, run) if id not in without)}
-    needed = list(_needed_elsewhere(snapshot, run))
+    ids = {id: None for id in there if id not in without}
+    refs: dict[CheckpointId, list[Ref]] = {}
+    for ref in list_refs(snapshot):
+        refs.setdefault(ref.id, []).append(ref)
+    line = {id: place for place, id in enumerate(id for id in walk(snapshot, run, known=ids) if id not in without)}
+    needed: dict[CheckpointId, list[str]] = {}
+    for id, reason in _needed_elsewhere(snapshot, run):
+        needed.setdefault(id, []).append(reason)
     found = []
     for id in ids:
         try:
             entry = snapshot.entry(id)
         except CheckpointNotFound:
             continue  # removed since it was listed
-        noted = notes(snapshot, id, report=ignore)
+        noted = snapshot.notes(id)
         note = verification_of(noted)
+        named = refs.get(id, ())
         facts = CheckpointFacts(
             id=id,
             walk=line.get(id),
@@ -51,10 +57,10 @@ def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = fro
             verified=note == "verified" and entry is not None,
             suspect=entry is None or note == "suspect",
             created_s=None if entry is None else seconds_of(entry.created),
-            pinned=any(ref.id == id and ref.kind == "pin" for ref in refs),
-            tags=tuple(ref.name for ref in refs if ref.id == id and ref.kind == "tag"),
-            held=any(ref.id == id and ref.kind == "hold" for ref in refs),
-            needed_by=tuple(reason for needed_id, reason in needed if needed_id == id),
+            pinned=any(ref.kind == "pin" for ref in named),
+            tags=tuple(ref.name for ref in named if ref.kind == "tag"),
+            held=any(ref.kind == "hold" for ref in named),
+            needed_by=tuple(needed.get(id, ())),
         )
         found.append(facts)
     return found
@@ -118,7 +124,7 @@ def _first_in(snapshot: Snapshot, line: Iterable[CheckpointId], states: Collecti
 
 def _state(snapshot: Snapshot, id: CheckpointId) -> str:
     """Returns verified, suspect (also where the manifest is damaged) or, where nothing was noted, an empty string."""
-    return "suspect" if snapshot.entry(id) is None else verification_state(snapshot, id)
+    return "suspect" if snapshot.entry(id) is None else verification_of(snapshot.notes(id))
 
 
 def _needed_elsewhere(snapshot: Snapshot, run: str) -> Iterator[tuple[CheckpointId, str]]:

@@ -164,7 +164,7 @@ def execute(
                 break  # what these free makes room for the others, next time
             remaining.append(stones[-1])
         crashpoint("tombstone put, manifest still there")
-        snapshot = catalog.snapshot(repo, attempt.run)
+        snapshot = catalog.snapshot(repo, attempt.run, anew=[stone.id for stone in stones])
         free = _still_free(snapshot, attempt, plan.policy, {stone.id for stone in stones})
         for stone in [stone for stone in stones if stone.id in free]:
             files = _own_files(repo, stone, snapshot.files(stone.id))

@@ -83,6 +83,10 @@ class KeepPolicy(ABC):
         """Returns the names of the metrics that this policy reads, so that a metric nobody logs can be reported."""
         return frozenset()
 
+    def keeps_all(self) -> bool:
+        """Returns whether the policy keeps every checkpoint, whatever the history: then nothing has to be judged."""
+        return False
+
     @final
     def decide(self, history: Sequence[CheckpointFacts]) -> list[KeepVerdict]:
         """Returns one verdict for each checkpoint, in the order given. Raises UsageError if one is given twice."""
@@ -122,6 +126,9 @@ class Union(KeepPolicy):
 
     def metrics(self) -> frozenset[str]:
         return frozenset().union(*(part.metrics() for part in self.parts))
+
+    def keeps_all(self) -> bool:
+        return any(part.keeps_all() for part in self.parts)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.parts))
@@ -291,6 +298,9 @@ def all() -> KeepPolicy:
 class All(KeepPolicy):
     def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
         return [Opinion(True, "everything is kept") for _ in history]
+
+    def keeps_all(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return "keep.all()"

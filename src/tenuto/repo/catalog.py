@@ -7,27 +7,40 @@ Other processes can add and remove objects at any time. So each round takes a `S
 listings are made after it was taken. Objects that are new in it are read. Damaged objects and copies are never cached.
 A manifest that was intact when it was read may be damaged since: before one checkpoint is removed because another one
 is intact, `Snapshot.is_fresh` says whether that one has to be read again.
+
+A round must not cost more the more checkpoints there are. Of a large run, a snapshot lists the attempts with their
+steps, the refs and the trash, but of the checkpoints' own directories only those that it does not know, those that are
+to be removed, those that others rely on, the newest, and those that were listed longest ago. What it says of the
+others, their notes above all, may be as old as the number of checkpoints divided by RELISTED rounds.
 """
 
 from __future__ import annotations
 
+import bisect
+import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Final
 
 from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreDenied, StoreError
 from tenuto.model import canonical_json
-from tenuto.model.ids import CheckpointId
-from tenuto.model.records import Manifest, Receipt
+from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
+from tenuto.model.records import Manifest, Note, Receipt
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
+from tenuto.repo.notes import notes
+from tenuto.repo.refs import is_name as is_run
 from tenuto.repo.replicated.places import home_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Capabilities, Content, Entry, Listing, Reader, Stat, Store, is_unreadable
 
-SCAN_OBJECTS: Final = 5_000
-"""A run of at most so many objects is listed in one go; a larger one by directories, without those of packs."""
+SCAN_OBJECTS: Final = 1_000
+"""A run of at most so many objects is listed in one go, with all notes; a larger one by directories."""
+RELISTED: Final = 16
+"""How many of the newest checkpoints, and of those listed longest ago, a large run's snapshot lists again."""
+_TRASH: Final = "trash"
 _BEGUN: Final = 64
 """Saves begun by this process whose files are known until they commit."""
 
@@ -49,6 +62,16 @@ class CatalogEntry:
     files: tuple[str, ...] = ()
 
 
+@dataclass(slots=True)
+class CheckpointDirectory:
+    """What a listing of a checkpoint's directory found: whether there is a manifest, or an aborted mark, and whether
+    there are notes. `notes`: as they were read, None until then."""
+
+    has_manifest: bool
+    has_notes: bool
+    notes: Sequence[Note] | None = None
+
+
 class Catalog:
     """The facts that outlive a snapshot. Commits add facts from any thread; one thread at a time takes snapshots."""
 
@@ -62,6 +85,10 @@ class Catalog:
         self._begun: dict[CheckpointId, tuple[str, ...]] = {}
         self._files: tuple[str, ...] = ()
         """Those of the save that was begun last: most saves write the same."""
+        self._listed: dict[CheckpointId, CheckpointDirectory] = {}
+        """Directories of checkpoints of large runs, in the order in which they were listed."""
+        self._noted: set[CheckpointId] = set()
+        """Checkpoints that got a note from this process since the last snapshot was taken."""
         self._unseen: set[CheckpointId] = set()
         """Committed by this process since the last snapshot that listed them: as good as read."""
         self.plan_again = False
@@ -88,11 +115,23 @@ class Catalog:
             self._entries[manifest.id] = replace(_entry_of(manifest, data), files=files)
             self._unseen.add(manifest.id)
 
+    def noted(self, id: CheckpointId) -> None:
+        """Has the directory listed again of a checkpoint to which this process has added a note."""
+        with self._lock:
+            self._noted.add(id)
+            self._listed.pop(id, None)
+
+    @property
+    def known(self) -> int:
+        """How many checkpoints are known."""
+        return len(self._entries)
+
     # -- snapshots --------------------------------------------------------------------------------------------------
 
-    def snapshot(self, repo: Repo, run: str) -> Snapshot:
-        """Takes a snapshot of the repository for the retention of `run`. `close` ends it."""
-        return Snapshot(repo, self, run)
+    def snapshot(self, repo: Repo, run: str, *, anew: Iterable[CheckpointId] = ()) -> Snapshot:
+        """Takes a snapshot of the repository for the retention of `run`. `close` ends it. `anew`: checkpoints whose
+        directories are listed in any case, because they are about to be removed."""
+        return Snapshot(repo, self, run, anew)
 
     def last_snapshot(self, run: str) -> Snapshot | None:
         """Returns the last snapshot of `run`, with what this process committed since; None without one.
@@ -126,11 +165,17 @@ def _entry_of(manifest: Manifest, data: bytes) -> CatalogEntry:
 class Snapshot(Repo):
     """A repository as it is listed once, for reading: each directory is listed at most once, when first asked for."""
 
-    def __init__(self, repo: Repo, catalog: Catalog, run: str) -> None:
+    def __init__(self, repo: Repo, catalog: Catalog, run: str, anew: Iterable[CheckpointId] = ()) -> None:
         self._listed = _ListedStore(repo.store, repo.id, catalog._objects)
         super().__init__(self._listed, repo.id, repo.chunk_bytes)
         self.run = run
         self._catalog = catalog
+        self._steps: dict[tuple[str, int], list[int]] = {}
+        self._directories: dict[CheckpointId, CheckpointDirectory] = {}
+        """Those that this snapshot has listed."""
+        self._added: set[CheckpointId] = set()
+        with catalog._lock:
+            catalog._noted.clear()
         self._before = set(catalog._entries) | set(catalog._aborted)
         self._objects_before = set(catalog._objects)
         self._unseen_before = set(catalog._unseen)
@@ -139,7 +184,10 @@ class Snapshot(Repo):
         self._fresh: set[CheckpointId] = set()
         self._used: set[CheckpointId] = set()
         if catalog._last is not None and catalog._objects_of(run) <= SCAN_OBJECTS:
+            catalog._listed.clear()
             self._scan(catalog)
+        else:
+            self._forget_directories(catalog._listed, anew)
 
     def _scan(self, catalog: Catalog) -> None:
         """Lists refs, and the run, in one go each. Other runs may be large, and are listed by directories."""
@@ -149,9 +197,48 @@ class Snapshot(Repo):
         except StoreDenied:
             return  # somebody else's directory that may not be looked into: directories are listed one by one
 
+    def _forget_directories(
+        self, listed: dict[CheckpointId, CheckpointDirectory], anew: Iterable[CheckpointId]
+    ) -> None:
+        """Takes out of `listed` what has to be listed again: also what `rm` has moved to the trash meanwhile."""
+        if not listed:
+            return
+        newest = islice(self._ids(), RELISTED)
+        for id in (*anew, *newest, *islice(listed, RELISTED), *self._ids_in_trash()):
+            listed.pop(id, None)
+
+    def _ids(self) -> Iterator[CheckpointId]:
+        """Yields the saves of the run that have a directory, newest first."""
+        for attempt in reversed(self.attempts(self.run)):
+            yield from (CheckpointId(self.run, attempt, step) for step in self.steps(self.run, attempt))
+
+    def _ids_in_trash(self) -> Iterator[CheckpointId]:
+        for run in filter(is_run, self.store.children(_TRASH).directories):
+            for key in self.store.children(f"{_TRASH}/{run}").directories:
+                attempt = parse_attempt(key)
+                steps = map(parse_step, self.store.children(f"{_TRASH}/{run}/{key}").directories if attempt else ())
+                yield from (CheckpointId(run, attempt, step) for step in steps if attempt and step is not None)
+
+    def steps(self, run: str, attempt: int) -> list[int]:
+        key = (run, attempt)
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = super().steps(run, attempt)
+        return found
+
+    def directory(self, id: CheckpointId) -> CheckpointDirectory:
+        """Returns what a listing of the checkpoint's directory has found, in this snapshot or an earlier one."""
+        found = self._directories.get(id) or self._catalog._listed.get(id)
+        if found is None:
+            level = self.store.children(id.directory)
+            found = self._directories[id] = CheckpointDirectory(
+                object_names.MANIFEST in level.objects, object_names.NOTES in level.directories
+            )
+        return found
+
     def exists(self, id: CheckpointId) -> bool:
         """Does what `Repo.exists` does; reads an unknown manifest in full, for its facts."""
-        if object_names.MANIFEST not in self.store.children(id.directory).objects:
+        if not self.directory(id).has_manifest:
             return False
         try:
             return self.entry(id) is not None or self._damaged[id]
@@ -168,7 +255,7 @@ class Snapshot(Repo):
         if id in self._damaged:
             return None
         self._used.add(id)
-        length = self._listed.lengths.get(id.manifest)
+        length = self._listed.lengths.get(id.manifest) if self._listed.lengths else None
         known = self._catalog._entries.get(id)
         if known is not None and length in (None, known.length):
             return known
@@ -199,14 +286,25 @@ class Snapshot(Repo):
         self._catalog._entries[id] = entry
         return entry
 
+    def notes(self, id: CheckpointId) -> Sequence[Note]:
+        """Returns the checkpoint's notes, without damaged ones, as they were when its directory was listed."""
+        found = self.directory(id)
+        if found.notes is None:
+            found.notes = notes(self, id, report=lambda message: None) if found.has_notes else ()
+        return found.notes
+
     def is_fresh(self, id: CheckpointId) -> bool:
-        """Returns whether this snapshot has read the manifest, or this process has committed it since the last one."""
-        return id in self._fresh or id in self._catalog._unseen
+        """Returns whether this snapshot has listed the directory and read the manifest, or this process has committed
+        it since the last one."""
+        return id in self._directories and (id in self._fresh or id in self._catalog._unseen)
 
     def read_again(self, id: CheckpointId) -> None:
         """Reads the checkpoint's manifest, and its notes when they are next asked for, whatever is cached."""
-        directory = object_names.notes_directory(id)
-        self._listed.forget(f"{directory}/{file}" for file in self.store.children(directory).objects)
+        self._catalog._listed.pop(id, None)
+        if self.directory(id).has_notes:
+            directory = object_names.notes_directory(id)
+            self._listed.forget(f"{directory}/{file}" for file in self.store.children(directory).objects)
+            self._directories[id].notes = None
         try:
             self._load(id)
         except CheckpointNotFound:
@@ -219,11 +317,18 @@ class Snapshot(Repo):
 
     def add(self, id: CheckpointId) -> None:
         """Adds a checkpoint that was committed since the snapshot was taken."""
-        self._listed.add(f"{id.directory}/{object_names.MANIFEST}")
+        if id in self._added:
+            return
+        self._added.add(id)
+        self._directories[id] = CheckpointDirectory(has_manifest=True, has_notes=False)
+        steps = self.steps(id.run, id.attempt)
+        if id.step not in steps:
+            bisect.insort(steps, id.step, key=operator.neg)
 
     def drop(self, id: CheckpointId) -> None:
         """Takes out a checkpoint that is gone."""
-        self._listed.drop(id.manifest)
+        self._directories[id] = CheckpointDirectory(has_manifest=False, has_notes=False)
+        self._catalog._listed.pop(id, None)
         self._catalog._entries.pop(id, None)
         self._catalog._unseen.discard(id)
 
@@ -235,6 +340,13 @@ class Snapshot(Repo):
             catalog._aborted.pop(id, None)
         for name in self._objects_before - self._listed.used:
             catalog._objects.pop(name, None)
+        for id in catalog._listed.keys() - self._used:
+            catalog._listed.pop(id, None)
+        if not self._listed.lengths:  # in a run that is listed in one go, each directory is listed every time
+            with catalog._lock:
+                for id, found in self._directories.items():
+                    if found.has_manifest and id not in self._damaged and id not in catalog._noted:
+                        catalog._listed[id] = found
         catalog._unseen.difference_update(self._unseen_before)
         catalog._only_run = self.runs() == [self.run]
         catalog._last = self
@@ -251,6 +363,8 @@ class _ListedStore:
         self._home = home_of(store)
         self._objects = known
         self._levels: dict[str, Listing] = {}
+        self._below: dict[str, frozenset[str]] = {}
+        """The directories in a level: of thousands not each is compared for each."""
         self.lengths: dict[str, int] = {}
         """Of objects that a scan has found."""
         self.used: set[str] = set()
@@ -279,8 +393,12 @@ class _ListedStore:
         if found is None:
             above, _, segment = prefix.rpartition("/")
             parent = self._levels.get(above)
-            if parent is not None and segment not in parent.directories:
-                return Listing((), ())
+            if parent is not None:
+                below = self._below.get(above)
+                if below is None:
+                    below = self._below[above] = frozenset(parent.directories)
+                if segment not in below:
+                    return Listing((), ())
             found = self._levels[prefix] = self._home.children(prefix)
         return found
 
@@ -302,24 +420,6 @@ class _ListedStore:
         """Has these read again when they are next asked for."""
         for name in names:
             self._objects.pop(name, None)
-
-    def add(self, name: str) -> None:
-        """Adds an object, and the directories that lead to it, to what is listed already."""
-        directory, _, file = name.rpartition("/")
-        self._levels[directory] = Listing((), (file,))
-        while directory:
-            directory, _, segment = directory.rpartition("/")
-            level = self._levels.get(directory)
-            if level is None or segment in level.directories:
-                return
-            self._levels[directory] = Listing(tuple(sorted({*level.directories, segment})), level.objects)
-
-    def drop(self, name: str) -> None:
-        """Takes an object out of what is listed."""
-        directory, _, file = name.rpartition("/")
-        level = self._levels.get(directory)
-        if level is not None:
-            self._levels[directory] = Listing(level.directories, tuple(one for one in level.objects if one != file))
 
     # -- as the store has it -----------------------------------------------------------------------------------------
 

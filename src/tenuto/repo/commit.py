@@ -17,16 +17,20 @@ from tenuto.repo.format.object_names import index_file
 from tenuto.repo.format.small_records import Begin, encode_begin
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.repository import Repo
-from tenuto.repo.unfinished import abort, free
+from tenuto.repo.unfinished import abort, close_save, free
 
 
 def begin(attempt: Attempt, step: int, save_id: str, names: Sequence[str]) -> CheckpointId:
     """Says what a save will write: `names` are file names in the checkpoint's directory. Before any other object of it.
 
-    Raises Superseded if the run was claimed since; SaveFailed if this attempt has used the step before. The attempt is
-    checked again afterwards: a claimer that does not see this save is seen here.
+    First closes what earlier saves of the attempt have left: so a claim looks no further than down to the attempt's
+    last checkpoint. Raises Superseded if the run was claimed since; SaveFailed if this attempt has used the step
+    before. The attempt is checked again afterwards: a claimer that does not see this save is seen here.
     """
     attempt.check()
+    for left in sorted(attempt.unclosed):
+        close_save(attempt.repo, left, by="the save failed", owner_dead=True, report=lambda message: None)
+        attempt.unclosed.discard(left)
     id = CheckpointId(attempt.run, attempt.number, step)
     name = object_names.begin_name(id)
     for file in names:

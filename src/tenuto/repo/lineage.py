@@ -15,6 +15,7 @@ import difflib
 import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Final
 
 from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RunNotFound, UsageError, typed
@@ -26,6 +27,7 @@ from tenuto.repo.refs import find_tag, is_name, list_tags
 from tenuto.repo.repository import Repo, known_runs
 
 Report = Callable[[str], None]
+Misplaced = Callable[[CheckpointId, Origin], None]
 
 _SAVES_ASKED: Final = 16
 """Saves of an attempt that are asked for its parent, where its own record does not tell."""
@@ -40,6 +42,43 @@ class _Origin:
     known: bool = True
 
 
+@dataclass(slots=True)
+class Stretch:
+    """What the walk visits of one attempt: its committed steps up to `top`, or all of them.
+
+    empty: whether there are none, None as long as nobody has looked.
+    """
+
+    run: str
+    attempt: int
+    top: int | None
+    empty: bool | None = None
+
+    def covers(self, id: CheckpointId) -> bool:
+        """Returns whether the checkpoint is on the walk, if it exists."""
+        return (id.run, id.attempt) == (self.run, self.attempt) and (self.top is None or id.step <= self.top)
+
+    def committed(
+        self, repo: Repo, known: Container[CheckpointId] = frozenset(), misplaced: Misplaced | None = None
+    ) -> Iterator[CheckpointId]:
+        """Yields its checkpoints, newest first, as `walk` does."""
+        for step in repo.steps(self.run, self.attempt):
+            if self.top is not None and step > self.top:
+                continue
+            id = CheckpointId(self.run, self.attempt, step)
+            if id in known or repo.exists(id):
+                yield id
+            elif misplaced is not None:
+                origin = repo.misplaced(id)
+                if origin is not None:
+                    misplaced(id, origin)
+
+    def is_empty(self, repo: Repo, known: Container[CheckpointId]) -> bool:
+        if self.empty is None:
+            self.empty = next(self.committed(repo, known), None) is None
+        return self.empty
+
+
 def walk(
     repo: Repo,
     run: str,
@@ -48,7 +87,7 @@ def walk(
     report: Report | None = None,
     known: Container[CheckpointId] = frozenset(),
     withdrawn: Container[int] = frozenset(),
-    misplaced: Callable[[CheckpointId, Origin], None] | None = None,
+    misplaced: Misplaced | None = None,
 ) -> Iterator[CheckpointId]:
     """The run's checkpoints in the order in which `latest` would mean them, lazily: the first costs one listing of the
     attempts and one of the newest. `below`: as if no attempt from this number on had been claimed. `known`: checkpoints
@@ -60,6 +99,24 @@ def walk(
     another repository: what had been there is lost to the walk. `report` is told of damage that the walk goes around.
     Bounded by the attempts that exist, whatever they say.
     """
+    for stretch in stretches(repo, run, below=below, report=report, known=known, withdrawn=withdrawn):
+        stretch.empty = True
+        for id in stretch.committed(repo, known, misplaced):
+            stretch.empty = False
+            yield id
+
+
+def stretches(
+    repo: Repo,
+    run: str,
+    *,
+    below: int | None = None,
+    report: Report | None = None,
+    known: Container[CheckpointId] = frozenset(),
+    withdrawn: Container[int] = frozenset(),
+) -> Iterator[Stretch]:
+    """Yields the parts of the walk, one for each attempt that it visits: about one read for each, however many
+    checkpoints there are. The arguments are those of `walk`."""
     run = run_key(run)
     warn: Report = report or (lambda message: None)
     visited: set[tuple[str, int]] = set()
@@ -68,21 +125,14 @@ def walk(
     beginning, top = True, None
     while place is not None and (run, place) not in visited:
         visited.add((run, place))
-        empty = True
-        for step in repo.steps(run, place):
-            id = CheckpointId(run, place, step)
-            if (top is None or step <= top) and (id in known or repo.exists(id)):
-                empty = False
-                yield id
-            elif misplaced is not None and (top is None or step <= top):
-                origin = repo.misplaced(id)
-                if origin is not None:
-                    misplaced(id, origin)
-        before = _origin(repo, run, place, warn, unclaimed=empty and beginning)
-        if before.parent is not None:
-            run, place, top = before.parent.run, before.parent.attempt, before.parent.step
+        stretch = Stretch(run, place, top)
+        yield stretch
+        empty = beginning and stretch.is_empty(repo, known)
+        origin = _origin(repo, run, place, warn, unclaimed=empty)
+        if origin.parent is not None:
+            run, place, top = origin.parent.run, origin.parent.attempt, origin.parent.step
             beginning = False
-        elif not before.known or (beginning and empty):
+        elif not origin.known or empty:
             beginning, top = True, None
             place = _highest(repo, run, place, withdrawn if run == own else ())
         else:
@@ -146,19 +196,19 @@ def _tagged(repo: Repo, name: str) -> CheckpointId:
 
 
 def _by_step(repo: Repo, run: str, step: int) -> CheckpointId:
-    steps: set[int] = set()
-    for id in walk(repo, run):
-        if id.step == step:
+    on_walk = ((one.run, one.attempt) for one in stretches(repo, run) if one.top is None or step <= one.top)
+    attempts = ((run_key(run), number) for number in reversed(repo.attempts(run)))
+    places: dict[tuple[str, int], None] = {}
+    for place in chain(on_walk, attempts):
+        places[place] = None
+        id = CheckpointId(*place, step)
+        if repo.exists(id):
             return id
-        steps.add(id.step)
-    for number in reversed(repo.attempts(run)):
-        there = repo.committed(run, number)
-        if step in there:
-            return CheckpointId(run, number, step)
-        steps.update(there)
-    if not steps:
+    there = [CheckpointId(*place, other) for place in places for other in repo.steps(*place)]
+    nearest = (id.step for id in sorted(there, key=lambda id: abs(id.step - step)) if repo.exists(id))
+    near = sorted(islice(dict.fromkeys(nearest), 5))
+    if not near:
         raise _none_in(repo, run)
-    near = sorted(sorted(steps, key=lambda other: abs(other - step))[:5])
     raise CheckpointNotFound(
         f"run {run!r} has no checkpoint of step {step}; the nearest are {', '.join(map(str, near))}",
         subject=f"{run}/{step}",
@@ -171,7 +221,8 @@ def _existing(repo: Repo, id: CheckpointId) -> CheckpointId:
         return id
     if not repo.attempts(id.run):
         raise _none_in(repo, id.run)
-    there = ", ".join(map(str, repo.committed(id.run, id.attempt)[:10])) or "none"
+    newest = islice(Stretch(id.run, id.attempt, None).committed(repo), 10)
+    there = ", ".join(str(one.step) for one in newest) or "none"
     raise CheckpointNotFound(
         f"no checkpoint {id} at {repo.url}; steps of that attempt: {there}",
         subject=str(id),

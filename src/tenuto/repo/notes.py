@@ -29,6 +29,8 @@ def add_note(repo: Repo, id: CheckpointId, kind: str, body: Mapping[str, Json]) 
     if not repo.exists(id):  # removed meanwhile, and whoever removed it may have passed here already
         repo.store.delete([object_names.numbered(directory, number)])
         raise CheckpointNotFound(f"checkpoint {id} was removed while a note was added to it", subject=str(id))
+    if repo.observer is not None:
+        repo.observer.noted(id)
     return Note(number, kind, dict(body))
 
 

@@ -46,6 +46,8 @@ _ABOVE: Final = 8
 _BELOW: Final = 64
 _HEAD: Final = 64 << 10
 """Bytes of a manifest that are read to tell whether it is one: its path stands before its tree."""
+_ABORTED: Final = b'{"by":'
+"""How each aborted mark begins, and no manifest does."""
 
 
 def nearby(store: Store) -> str | None:
@@ -84,11 +86,13 @@ BeforeCreate = Callable[[Store], object]
 
 
 class CommitObserver(Protocol):
-    """Learns of the saves that this process begins and commits, in the threads that do so."""
+    """Learns of the saves that this process begins and commits, and of notes on them, in the threads that do so."""
 
     def begun(self, id: CheckpointId, names: Sequence[str]) -> None: ...
 
     def committed(self, manifest: Manifest, data: bytes) -> None: ...
+
+    def noted(self, id: CheckpointId) -> None: ...
 
 
 class Repo:
@@ -248,8 +252,8 @@ class Repo:
             if not is_unreadable(error):
                 raise
             return None
-        if len(head) > MAX_ABORTED and self._is_own(id, head):
-            return True
+        if not head.startswith(_ABORTED) and self._is_own(id, head):
+            return True  # no aborted mark, no copy: damaged or not, it need not be parsed to be counted
         try:
             return isinstance(decode_manifest(bytes(head), id, self.id), Manifest) if whole else None
         except CorruptionError:

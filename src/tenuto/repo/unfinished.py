@@ -81,36 +81,44 @@ def notes_and_leftovers(repo: Repo, id: CheckpointId, own: Iterable[str]) -> tup
 
 
 def close_unfinished(repo: Repo, run: str, attempt: int, *, by: str, owner_dead: bool, report: Report) -> None:
-    """Closes and frees every unfinished save of an earlier attempt. Reports damaged ones and leaves them as they
-    are."""
+    """Closes and frees the unfinished saves of an earlier attempt. Reports damaged ones and leaves them as they are.
+
+    Looks from the highest step down to the first checkpoint: an attempt begins its saves in the order of their steps,
+    and none before the earlier ones have committed or are closed (`repo.commit.begin`).
+    """
     for step in repo.steps(run, attempt):
-        close_save(repo, CheckpointId(run, attempt, step), by=by, owner_dead=owner_dead, report=report)
+        if close_save(repo, CheckpointId(run, attempt, step), by=by, owner_dead=owner_dead, report=report):
+            return
 
 
-def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, report: Report) -> None:
-    """Closes and frees one save of an earlier attempt, unless it is a checkpoint, in the trash, or freed already.
+def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, report: Report) -> bool:
+    """Closes and frees a save, unless it is a checkpoint, in the trash, or freed already. Returns whether it is a
+    checkpoint that its own process has committed.
 
     A checkpoint whose removal broke off after its manifest was gone looks the same, and is freed the same way.
     """
     here = repo.store.children(id.directory).objects
     if object_names.BEGIN not in here:
-        return
+        return False
     try:
         if object_names.MANIFEST not in here:
             # A checkpoint in the trash has lost its manifest too, and can still come back.
             if repo.store.children(object_names.trash_directory(id)).objects:
-                return
+                return False
             save_id = _save_id(repo, id)
-            if save_id is None or not abort(repo, id, save_id, by=by):
-                return
+            if save_id is None:
+                return False
+            if not abort(repo, id, save_id, by=by):
+                return True
             crashpoint("unfinished save marked aborted, objects still there")
         elif repo.store.stat(id.manifest).length > MAX_ABORTED:
-            return
-        free(repo, id, keep_begin=not owner_dead)
+            return repo.exists(id)  # a copied directory says nothing of the saves below it
+        return not free(repo, id, keep_begin=not owner_dead)
     except ObjectNotFound:
-        return  # removed meanwhile by somebody who knew what it was
+        return False  # removed meanwhile by somebody who knew what it was
     except CorruptionError as error:
         report(f"an unfinished save was left as it is: {error.message}")
+        return False
 
 
 def _save_id(repo: Repo, id: CheckpointId) -> str | None:

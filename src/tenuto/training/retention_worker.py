@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 from tenuto.concurrency.worker_threads import lower_priority
 from tenuto.engine.save.rank_group import RankGroup
@@ -21,9 +22,14 @@ from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
 
+PUT_OFF: Final = 256
+"""A round judges every checkpoint that is kept. So that its cost for each save does not grow with their number, one
+follows each commit of a run that keeps fewer than this, each second one where up to twice as many are kept, and so on."""
+
 
 class RetentionWorker:
-    """Applies the keep policy of one run after commits; one round at a time, and the newest commit always gets one."""
+    """Applies the keep policy of one run after commits; one round at a time. The newest commit always gets one, at the
+    latest when `join` is called. Does nothing under a policy that keeps everything."""
 
     def __init__(
         self,
@@ -37,7 +43,7 @@ class RetentionWorker:
         """The coordinator of `group` removes for all, and one rank of each node cleans its places; the others do
         nothing."""
         self.keep = keep
-        self._retains = group.coordinates
+        self._retains = group.coordinates and not keep.keeps_all()
         self._spread = places_of(repo.store) is not None
         self._leads = self._spread and group.leads
         self._repo = repo
@@ -52,13 +58,24 @@ class RetentionWorker:
         self._again = False
         self._step = 0
         """The last committed step."""
+        self._put_off: tuple[Attempt, int] | None = None
+        """The attempt of the commits that no round has followed yet, and their number."""
 
     def after_commit(self, attempt: Attempt, step: int) -> None:
-        """Begins a round, or another one after the round that is under way."""
+        """Begins a round, or another one after the round that is under way. In a run of many checkpoints not after each
+        commit."""
         self._step = max(step, self._step)
         if not (self._retains or self._leads):
             return
         with self._state:
+            waiting = 1 + (self._put_off[1] if self._put_off is not None else 0)
+            self._put_off = (attempt, waiting)
+        if self._leads or waiting > self._catalog.known // PUT_OFF:
+            self._begin(attempt)
+
+    def _begin(self, attempt: Attempt) -> None:
+        with self._state:
+            self._put_off = None
             if self._thread is not None:
                 self._again = True
                 return
@@ -100,7 +117,11 @@ class RetentionWorker:
         return tidy_replicas(self._repo, CheckpointId(attempt.run, attempt.number, self._step))
 
     def join(self, timeout: float | None) -> bool:
-        """Waits for what is under way; returns False if that has not ended after `timeout` seconds."""
+        """Begins the round that was put off, and waits for what is under way; returns False if that has not ended after
+        `timeout` seconds."""
+        put_off = self._put_off
+        if put_off is not None:
+            self._begin(put_off[0])
         until = None if timeout is None else time.monotonic() + timeout
         while (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join(None if until is None else max(until - time.monotonic(), 0.0))

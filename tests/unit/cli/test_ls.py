@@ -129,3 +129,54 @@ def test_columns_escape_what_a_terminal_would_obey(capsys):
     table.add("\x1b[31mred\x07", "line\nbreak \u202e é 中")
     table.print()
     assert capsys.readouterr().out.splitlines()[1] == "  \\x1b[31mred\\x07  line\\nbreak \\u202e é 中"
+
+
+def test_ls_shows_a_page_of_each_run_and_says_how_much_is_left_out(cli, made):
+    whole = cli("ls", made, "--all")
+    assert whole == cli("ls", made, "--limit", "6") == cli("ls", made)
+    status, out, err = cli("ls", made, "-n", "2")
+    lines = [line.split()[:2] for line in whole[1].splitlines()]
+    assert status == 0
+    assert [line.split()[:2] for line in out.splitlines()] == [*lines[:4], *lines[8:]]
+    assert err == "… and 4 more: tenuto ls /ckpts --run gpt --all\n"
+
+
+def test_ls_says_what_the_latest_is_where_newer_ones_fill_the_page(cli, place):
+    run = place / "runs/gpt"
+    shutil.rmtree(run / "a0002/step-00000007")
+    shutil.rmtree(run / "a0002/step-00000005")
+    (run / "a0002/step-00000090").mkdir()
+    shutil.copytree(run / "a0001/step-00000002", run / "a0002/step-00000091")
+    _, out, err = cli("ls", place, "--run", "gpt", "--limit", "1")
+    assert out.splitlines()[2].split() == ["a0002", "91", "a", "copy"]
+    assert err.startswith("… and 5 more, latest is gpt/a0001/4: ")
+    assert json.loads(cli("ls", place, "--run", "gpt", "--limit", "1", "--json")[1])["runs"][0]["latest"]["step"] == 4
+
+
+def test_ls_json_is_complete_unless_a_limit_is_given(cli, made):
+    whole = json.loads(cli("ls", made, "--json")[1])["runs"][0]
+    assert (len(whole["checkpoints"]), whole["more"]) == (6, 0)
+    page = json.loads(cli("ls", made, "--json", "--limit", "4")[1])["runs"][0]
+    assert (page["checkpoints"], page["more"]) == (whole["checkpoints"][:4], 2)
+    assert {**page, "checkpoints": 0, "more": 0} == {**whole, "checkpoints": 0, "more": 0}
+
+
+def test_a_page_is_the_beginning_of_everything_whatever_lies_there(cli, place):
+    """What was removed, freed, damaged, copied or never finished, and foreign directories."""
+    run = place / "runs/gpt"
+    assert cli("rm", place, "5", "--run", "gpt", "--yes")[0] == 0
+    (run / "a0001/step-00000006/manifest.json").write_bytes(b"?")
+    (run / "a0001/step-00000002/manifest.json").unlink()
+    (run / "a0001/step-00000077").mkdir()
+    (run / "a0001/step-00000077/notes.txt").write_text("mine")
+    shutil.copytree(run / "a0001/step-00000004", run / "a0002/step-00000015")
+    shutil.rmtree(run / "a0002/step-00000005")
+    whole = json.loads(cli("ls", place, "--json")[1])["runs"]
+    for limit in range(1, 9):
+        for all_of_it, page in zip(whole, json.loads(cli("ls", place, "--json", "-n", limit)[1])["runs"], strict=True):
+            assert page["checkpoints"] == all_of_it["checkpoints"][:limit]
+            assert page["latest"] == all_of_it["latest"]
+
+
+def test_ls_cannot_both_show_all_and_keep_to_a_limit(cli, made):
+    assert cli("ls", made, "--all", "--limit", "3")[0] == 2

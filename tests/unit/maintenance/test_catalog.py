@@ -13,6 +13,7 @@ from tenuto.crashpoints import armed
 from tenuto.engine.save.rank_group import SoloGroup
 from tenuto.errors import CheckpointNotFound, StoreDenied
 from tenuto.events import Emitter
+from tenuto.maintenance import remove
 from tenuto.maintenance.retention import execute, plan_retention
 from tenuto.maintenance.verify import assert_whole
 from tenuto.model.ids import CheckpointId
@@ -98,8 +99,12 @@ class Training:
         return sorted(self.world.repo.committed("main", 1))
 
 
-@pytest.fixture
-def train(world: Any) -> Iterator[Any]:
+@pytest.fixture(params=["listed in one go", "by directories"])
+def train(world: Any, request: Any, monkeypatch: Any) -> Iterator[Any]:
+    """In a small run every directory is listed each time; of a large one only some."""
+    if request.param == "by directories":
+        monkeypatch.setattr("tenuto.repo.catalog.SCAN_OBJECTS", 1)
+        monkeypatch.setattr("tenuto.repo.catalog.RELISTED", 1)
     yield lambda policy: Training(world, policy)
 
 
@@ -222,8 +227,8 @@ def test_i7_the_last_verified_is_read_again_before_one_that_was_verified_goes(tr
     assert training.there == [2, 3, 4, 5]
 
 
-def test_a_manifest_that_was_cut_short_is_noticed(train: Any) -> None:
-    training = train(keep.latest(3))
+def test_a_manifest_that_was_cut_short_is_noticed(world: Any) -> None:
+    training = Training(world, keep.latest(3))
     saves = training.saves(3)
     training.world.truncate(saves[1].manifest, 100)
     training.save()
@@ -297,3 +302,52 @@ def test_a_directory_that_may_not_be_listed_in_one_go_is_listed_by_its_parts(wor
     training.repo.observer = training.catalog
     training.save()
     assert training.retain() == [1]
+
+
+# -- large runs: of most checkpoints the directories are not listed again ----------------------------------------------
+
+
+@pytest.fixture
+def large(world: Any, monkeypatch: Any) -> Any:
+    """A run that keeps each second checkpoint and the newest two; a round lists the directories of few."""
+    monkeypatch.setattr("tenuto.repo.catalog.SCAN_OBJECTS", 1)
+    monkeypatch.setattr("tenuto.repo.catalog.RELISTED", 1)
+    training = Training(world, keep.latest(2) | keep.every(steps=2))
+    training.saves(21)
+    return training
+
+
+def test_a_large_run_lists_the_same_few_directories_each_time(large: Any) -> None:
+    costs = []
+    for _ in range(6):
+        large.save()
+        large.store.calls.clear()
+        large.retain()
+        costs.append(len(large.store.take(*LISTINGS, *READS)))
+    assert max(costs) <= 14 and costs[-2:] == costs[:2], "a round that removes one, and a round that does not"
+
+
+def test_what_rm_takes_from_a_large_run_is_seen_at_once(large: Any) -> None:
+    other = Repo.open(large.world.store)
+    remove.execute(other, remove.plan_remove(other, [CheckpointId("main", 1, 18)]))
+    large.policy = keep.latest(4)
+    large.retain()
+    assert large.there == [14, 16, 20, 21], "the one in the trash takes no place"
+
+
+def test_a_note_of_this_process_is_seen_at_once_in_a_large_run(large: Any) -> None:
+    large.policy = keep.best(1, "loss") | keep.latest(1)
+    for step, loss in ((4, 3.0), (6, 1.0), (8, 2.0), (21, 9.0)):
+        add_note(large.repo, CheckpointId("main", 1, step), "metric", {"loss": loss})
+    large.retain()
+    assert large.there == [6, 21]
+
+
+def test_every_directory_of_a_large_run_is_listed_again_in_its_turn(large: Any) -> None:
+    """Another process notes a metric on an old checkpoint: nothing says so, but it is found after a while."""
+    add_note(Repo.open(large.world.store), CheckpointId("main", 1, 8), "suspect", {})
+    for _ in range(20):
+        large.save()
+        large.retain()
+    noted = large.catalog.last_snapshot("main").notes(CheckpointId("main", 1, 8))
+    assert [note.kind for note in noted] == ["suspect"]

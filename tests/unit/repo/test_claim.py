@@ -451,6 +451,31 @@ def test_unfinished_saves_are_marked_and_freed_and_can_commit_no_more(repo: Repo
     assert latest(repo, "gpt") == kept
 
 
+def test_a_claim_looks_for_unfinished_saves_down_to_the_newest_checkpoint(
+    repo: Repo, make: Any, take: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make.attempt(1, owner=ended_process())
+    kept = [make.checkpoint(1, step) for step in (10, 20, 30)]
+    left = [make.begin(1, step)[0] for step in (40, 50)]
+    seen: list[str] = []
+    children = repo.store.children
+    monkeypatch.setattr(repo.store, "children", lambda prefix: seen.append(prefix) or children(prefix))
+    take(kept[-1])
+    assert all(isinstance(repo.mark(id), Aborted) for id in left)
+    assert kept[2].directory in seen and not {kept[0].directory, kept[1].directory} & set(seen)
+
+
+def test_what_a_failed_save_has_left_goes_before_the_next_one_is_begun(repo: Repo, make: Any, take: Claim) -> None:
+    """So a claim may take it that below a checkpoint nothing is unfinished."""
+    attempt = take()
+    failed = begin(attempt, 10, "ab" * 16, ["rank-00000.safetensors", "rank-00000.index"])
+    repo.store.put_if_absent(f"{failed.directory}/rank-00000.safetensors", Bytes(b"left"), token="x")
+    attempt.unclosed.add(failed)
+    begin(attempt, 20, "cd" * 16, ["rank-00000.index"])
+    assert make.names(failed.directory) == ["manifest.json"] and isinstance(repo.mark(failed), Aborted)
+    assert attempt.unclosed == set()
+
+
 def test_a_crash_between_mark_and_freeing_is_finished_by_the_next_claim(repo: Repo, make: Any, take: Claim) -> None:
     make.attempt(1, owner=ended_process())
     id, save_id = make.begin(1, 20)

@@ -108,3 +108,34 @@ def test_a_thread_that_could_not_say_that_it_ended_is_not_waited_for(make: Make)
     tidying._thread = threading.Thread(target=lambda: None)
     tidying._thread.start()
     assert tidying.join(30)
+
+
+def test_where_thousands_are_kept_a_round_follows_several_commits_and_the_last_of_all(
+    attempt: Attempt, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidying = make(keep.latest(1))
+    rounds: list[Attempt] = []
+    monkeypatch.setattr(tidying, "_retain", lambda attempt: rounds.append(attempt) or 0)
+    monkeypatch.setattr(type(tidying._catalog), "known", 3 * tidying_module.PUT_OFF)
+    for step in range(1, 4):
+        tidying.after_commit(attempt, step)
+    assert rounds == [] and tidying._thread is None
+    tidying.after_commit(attempt, 4)
+    thread = tidying._thread
+    assert thread is None or thread.join(30) is None
+    assert len(rounds) == 1
+    tidying.after_commit(attempt, 5)
+    assert len(rounds) == 1
+    assert tidying.join(30) and len(rounds) == 2
+    assert tidying.join(30) and len(rounds) == 2
+
+
+@pytest.mark.parametrize("policy", [keep.all(), keep.latest(3) | keep.all()])
+def test_a_policy_that_keeps_everything_has_no_rounds(
+    attempt: Attempt, make: Make, policy: KeepPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidying = make(policy)
+    monkeypatch.setattr(tidying_module, "plan_retention", pytest.fail)
+    tidying.after_commit(attempt, 1)
+    assert tidying.join(30) and tidying.now(attempt) == 0
+    assert attempt.repo.observer is None

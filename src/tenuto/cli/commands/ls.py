@@ -11,7 +11,7 @@ from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository
 from tenuto.cli.console.output import Columns
-from tenuto.errors import UsageError
+from tenuto.errors import UsageError, typed
 from tenuto.model.ids import attempt_key
 from tenuto.units import size
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "tenuto ls /data/checkpoints",
-    "tenuto ls /data/checkpoints --run gpt",
+    "tenuto ls /data/checkpoints --run gpt --all",
     "tenuto ls --memory                 # what processes of this node keep, or left, in memory",
     "tenuto ls /data/checkpoints --json | jq '.runs[].latest.step'",
 )
 SHOWN_METRICS = 2
+PAGE = 20
+"""How many checkpoints of each run are shown unless told otherwise."""
 
 
 def ls(
@@ -46,6 +48,18 @@ def ls(
             help="The images in this node's memory instead, whose they are, and their age; as root, everybody's.",
         ),
     ] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            "-n",
+            metavar="N",
+            min=1,
+            help=f"At most the N newest of each run. [default: {PAGE}; with --json all]",
+            show_default=False,
+        ),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them.", show_default=False)] = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -62,7 +76,9 @@ def ls(
     if where is None:
         raise UsageError("which repository?", hint="tenuto ls WHERE, or tenuto ls --memory")
     repo = repository(where)
-    runs = listing(repo, run)
+    if everything and limit is not None:
+        raise UsageError("--all and --limit contradict each other", hint=typed("tenuto", "ls", where, "--all"))
+    runs = listing(repo, run, None if everything else PAGE if limit is None and not json else limit)
     if json:
         output.document("ls", {"where": repo.url, "repository": repo.id, "runs": [_json(found) for found in runs]})
         return
@@ -72,6 +88,10 @@ def ls(
         if number:
             output.line()
         _print(found)
+        if found.more:
+            rest = typed("tenuto", "ls", where, "--run", found.run, "--all")
+            shown = found.latest is None or any(row.latest for row in found.rows)
+            output.story(f"… and {found.more:,} more{'' if shown else f', latest is {found.latest}'}: {rest}")
 
 
 def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:
@@ -93,12 +113,12 @@ def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:
 
 
 def _json(found: RunRows) -> dict[str, object]:
-    latest = found.latest
     return {
         "run": found.run,
         "attempts": list(found.attempts),
-        "latest": latest.id if latest else None,
+        "latest": found.latest,
         "checkpoints": [row.json() for row in found.rows],
+        "more": found.more,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -77,26 +77,25 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class RunRows:
-    """One run: its rows, newest first (a higher attempt is newer), and all attempts, even those that saved nothing."""
+    """One run: its rows, newest first (a higher attempt is newer), and all attempts, even those that saved nothing.
+    `latest`: what the run means, shown or not. `more`: how many older saves were left out."""
 
     run: str
     attempts: tuple[int, ...]
     rows: tuple[RunRow, ...]
-
-    @property
-    def latest(self) -> RunRow | None:
-        return next((row for row in self.rows if row.latest), None)
+    latest: CheckpointId | None = None
+    more: int = 0
 
 
-def listing(repo: Repo, only: str | None = None) -> list[RunRows]:
-    """Returns every run, or `only` one. Raises RunNotFound, listing the runs that exist."""
-    from tenuto.maintenance.census import take_census
+def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> list[RunRows]:
+    """Returns every run, or `only` one; of each at most the `limit` newest saves. Raises RunNotFound, listing the runs
+    that exist.
 
-    census = take_census(repo)
-    runs: dict[str, list[SaveDirectory]] = {run: [] for run, _ in census.attempts}
-    for save in census.saves.values():
-        if save.state in STATES:
-            runs.setdefault(save.id.run, []).append(save)
+    With a limit, the directories of the attempts are listed, and only what is shown is read.
+    """
+    from tenuto.repo.lineage import latest
+
+    runs = _all_saves(repo) if limit is None else _newest_saves(repo, only, limit)
     if only is not None:
         key = run_key(only)
         if key not in runs:
@@ -107,29 +106,82 @@ def listing(repo: Repo, only: str | None = None) -> list[RunRows]:
                 hint=typed("tenuto", "ls", repo.url),
             )
         runs = {key: runs[key]}
-    committed = {id for id, save in census.saves.items() if save.state == "committed"}
-    found = []
-    for run, saves in sorted(runs.items()):
-        attempts = tuple(sorted(number for name, number in census.attempts if name == run))
-        found.append(RunRows(run, attempts, tuple(_rows(repo, run, saves, committed))))
-    return found
+    tags, rows = tags_of(repo), []
+    for run, found in sorted(runs.items()):
+        newest = latest(repo, run)
+        rows.append(
+            RunRows(run, found.attempts, tuple(_rows(repo, run, found.saves, newest, tags)), newest, found.more)
+        )
+    return rows
 
 
-def _rows(repo: Repo, run: str, saves: list[SaveDirectory], committed: Container[CheckpointId]) -> Iterator[RunRow]:
+@dataclass(slots=True)
+class _RunSaves:
+    attempts: tuple[int, ...] = ()
+    saves: list[SaveDirectory] = field(default_factory=list)
+    more: int = 0
+
+
+def _all_saves(repo: Repo) -> dict[str, _RunSaves]:
+    from tenuto.maintenance.census import take_census
+
+    census = take_census(repo)
+    runs: dict[str, _RunSaves] = {}
+    for run, number in sorted(census.attempts):
+        found = runs.setdefault(run, _RunSaves())
+        found.attempts = (*found.attempts, number)
+    for save in census.saves.values():
+        if save.state in STATES:
+            runs.setdefault(save.id.run, _RunSaves()).saves.append(save)
+    return runs
+
+
+def _newest_saves(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSaves]:
+    from tenuto.maintenance.census import census_of, names_of_runs
+
+    runs: dict[str, _RunSaves] = {}
+    for run, names in names_of_runs(repo).items():
+        found = _RunSaves(tuple(sorted(names.claimed)))
+        if only is None or run == run_key(only):
+            found.more = sum(map(len, names.steps.values()))
+            for id in names.newest_first(run):
+                save = census_of(repo, id)
+                found.more -= 1
+                if save.state in STATES:
+                    found.saves.append(save)
+                    if len(found.saves) == limit:
+                        break
+        if found.attempts or found.saves:
+            runs[run] = found
+    return runs
+
+
+def _rows(
+    repo: Repo,
+    run: str,
+    saves: list[SaveDirectory],
+    newest: CheckpointId | None,
+    tags: Mapping[CheckpointId, tuple[str, ...]],
+) -> Iterator[RunRow]:
     from tenuto.maintenance.facts import with_notes
-    from tenuto.repo.lineage import walk
+    from tenuto.repo.lineage import stretches
 
-    line = list(walk(repo, run, known=committed))
-    on_walk = set(line)
-    tags = tags_of(repo)
+    committed = {save.id for save in saves if save.state == "committed"}
+    lowest = min((save.id.attempt for save in saves), default=0)
+    line = []
+    for stretch in stretches(repo, run, known=committed):
+        if stretch.run == run and stretch.attempt < lowest:
+            break
+        line.append(stretch)
     for save in sorted(saves, key=lambda save: (save.id.attempt, save.id.step), reverse=True):
         manifest = save.manifest
         notes = notes_of(repo, save.id) if save.state == "committed" else ()
         yield RunRow(
             id=save.id,
             state=save.state,
-            latest=bool(line) and line[0] == save.id,
-            on_walk=save.id in on_walk,
+            latest=save.id == newest,
+            on_walk=(save.state == "committed" or save.id == newest or repo.exists(save.id))
+            and any(stretch.covers(save.id) for stretch in line),
             bytes=manifest.bytes if manifest else None,
             leaves=manifest.leaves if manifest else None,
             ranks=len(manifest.indexes) if manifest else None,

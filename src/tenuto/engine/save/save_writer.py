@@ -63,14 +63,14 @@ class SaveWriter:
                     raise
                 self._write(job, attempt)
         except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; the handle carries it
-            return self._failed(job, error)
+            return self._failed(job, attempt, error)
         return None
 
-    def _failed(self, job: Job, error: BaseException) -> TenutoError | None:
+    def _failed(self, job: Job, attempt: Attempt, error: BaseException) -> TenutoError | None:
         """Closes and reports a save that broke off; returns why it failed, or None if it has committed after all."""
         save = job.save
         cause = self._protocol.failed(save, error)
-        if not self._closed(job, error):
+        if not self._closed(job, attempt, error):
             return None
         if isinstance(cause, OwnershipError | SaveFailed):
             failure: TenutoError = cause
@@ -84,7 +84,7 @@ class SaveWriter:
         self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
         return failure
 
-    def _closed(self, job: Job, error: BaseException) -> bool:
+    def _closed(self, job: Job, attempt: Attempt, error: BaseException) -> bool:
         """Takes the manifest's name, so that this save can no longer commit, and frees its objects. False if the
         manifest is there: its put was answered by an error, and had arrived all the same."""
         save = job.save
@@ -101,11 +101,15 @@ class SaveWriter:
                 self._repo.store.settle(save.id.manifest)
                 return False
             crashpoint("unfinished save marked aborted, objects still there")
-            # Another rank that still writes frees what is its own, and the next claim what a killed one has left.
+            # Another rank that still writes frees what is its own; what a killed one has left goes before the next save
+            # is begun, or at the next claim.
+            if self._protocol.has_peers:
+                attempt.unclosed.add(save.id)
             free(self._repo, save.id, names=job.names, keep_begin=self._protocol.has_peers)
         except TenutoError as trouble:
+            attempt.unclosed.add(save.id)
             self._emitter.emit(
-                Warned(f"what {save.id} left behind stays until the next claim: {trouble.message}", str(save.id))
+                Warned(f"what {save.id} left behind stays until the next save: {trouble.message}", str(save.id))
             )
         return True
 

@@ -39,6 +39,8 @@ class Attempt:
         self.unsettled: set[CheckpointId] = set()
         """Saves of this process whose manifests may be visible and are not known to be durable, also those under way:
         nothing else may be removed because of them."""
+        self.unclosed: set[CheckpointId] = set()
+        """Saves of this process that failed and are not closed and freed yet: the next one closes them first."""
         self._lease = lease
         self._pid = os.getpid()
 
