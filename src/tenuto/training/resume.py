@@ -11,7 +11,7 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.memory_restore import MemoryRestore
 from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult
+from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult, warn_of_skipped
 from tenuto.engine.read.sharded_reader import private_index_entry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.errors import TenutoError, in_words
@@ -115,6 +115,8 @@ class RunClaim:
         self.restored = replace(restored, certificate=self._position.amended(restored.certificate, moved))
         for reason in self._position.reasons:
             self._warn(reason)
+        if self._group.coordinates:
+            warn_of_skipped(self._repo.url, result.skipped, result.id)
 
     def exists(self) -> bool:
         """Returns whether the run has a checkpoint, durable or in memory."""
