@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -27,6 +28,7 @@ from tenuto.errors import SaveFailed, StoreError, StoreFull
 from tenuto.events import Committed, SaveFailedEvent
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import every, on
+from tenuto.policy.save import Moment, SaveHistory, SavePolicy
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import leftovers_of
 from tenuto.store.registry import open_store
@@ -157,9 +159,21 @@ def test_one_rank_that_saves_alone_fails_by_name_and_all_come_together_again(tmp
         assert "do not agree about the step" in said and f"rank {rank}: 5" in said, one
 
 
-def test_ranks_whose_policies_differ_are_told_the_steps(tmp_path: Path) -> None:
+class AtStepsOfItsOwn(SavePolicy):
+    """Says of itself that all ranks decide alike, and they do not."""
+
+    alike = True
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def wants(self, now: Moment, history: SaveHistory) -> str | None:
+        return None if now.step % self.steps else "it is time"
+
+
+def test_ranks_whose_policies_decide_differently_are_told_the_steps(tmp_path: Path) -> None:
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
-        return trained(plan, rank, save=every(steps=4 if rank == 1 else 3))
+        return trained(plan, rank, save=AtStepsOfItsOwn(4 if rank == 1 else 3))
 
     for one in ended(Plan(tmp_path, 2, 12, timeout_s=10.0), work):
         assert one.status == 1 and one.told["committed"] == [], one
@@ -172,8 +186,14 @@ def test_ranks_whose_policies_differ_are_told_the_steps(tmp_path: Path) -> None:
         ({"run": "other"}, "run is"),
         ({"where": "elsewhere"}, "not one place for all ranks"),
         ({"writers": "one"}, "writers is"),
+        (
+            {"on_busy": "skip", "resume_from": None, "save": every(steps=4)},
+            "save is 'every(steps=3)' on rank 0 (H pid N) and 'every(steps=4)' on rank 1 (H pid N); "
+            "resume_from is 'latest' on rank 0 (H pid N) and 'None' on rank 1 (H pid N); "
+            "on_busy is 'wait' on rank 0 (H pid N) and 'skip' on rank 1 (H pid N)",
+        ),
     ],
-    ids=["run", "where", "writers"],
+    ids=["run", "where", "writers", "arguments"],
 )
 def test_ranks_that_mean_different_things_never_begin(tmp_path: Path, more: dict[str, Any], words: str) -> None:
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
@@ -181,7 +201,8 @@ def test_ranks_that_mean_different_things_never_begin(tmp_path: Path, more: dict
         return trained(plan, rank, **(given if rank == 1 else {}))
 
     for one in ended(Plan(tmp_path, 2, 3, timeout_s=10.0), work):
-        assert (one.status, one.told["error"]) == (1, "RanksDisagree") and words in one.told["message"], one
+        said = re.sub(r"pid \d+", "pid N", str(one.told["message"])).replace(socket.gethostname(), "H")
+        assert (one.status, one.told["error"]) == (1, "RanksDisagree") and words in said, one
 
 
 def lies_in(place: Path) -> dict[str, bytes]:

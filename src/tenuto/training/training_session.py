@@ -122,8 +122,17 @@ class TrainingSession:
         probe = session_probe(ranks.rank, ranks.world_size)
         if probe is not None:
             where, settings = probe.replace(where, settings)
-        run, patience_s, memory = settings.run, settings.ranks_timeout_s, settings.memory
-        group, repo = training_group(ranks, where, run, emitter, patience_s, memory=memory, writers=settings.writers)
+        run, patience_s = settings.run, settings.ranks_timeout_s
+        group, repo = training_group(
+            ranks,
+            where,
+            run,
+            emitter,
+            patience_s,
+            memory=settings.memory,
+            writers=settings.writers,
+            facts=settings.alike(),
+        )
         with leave_on_error(group):
             position = TrainingPosition(data, ranks.rank, ranks.world_size)
             snapshots = Snapshots(state, position, watched=settings.watched)

@@ -359,9 +359,11 @@ def training_group(
     *,
     memory: SavePolicy | None,
     writers: Strategy,
+    facts: Mapping[str, str],
 ) -> tuple[RankGroup, Repo]:
     """Returns the group that trains the run, and the repository, which is created where there is none. Raises what
-    `JobGroup.meet` does, and UsageError for what several ranks cannot do together."""
+    `JobGroup.meet` does, RanksDisagree where `facts` are not equal on all ranks, and UsageError for what several ranks
+    cannot do together."""
     if ranks.world_size == 1:
         return SoloGroup(), Repo.create_or_open(open_store(where))
     if memory is not None and not memory.alike:
@@ -370,7 +372,7 @@ def training_group(
             subject=f"memory={memory!r}",
             hint="memory=every(steps=…): all keep the same steps",
         )
-    return JobGroup.meet(ranks, where, run, emitter, timeout_s, facts={"memory": repr(memory)}, writers=writers)
+    return JobGroup.meet(ranks, where, run, emitter, timeout_s, facts=facts, writers=writers)
 
 
 # --------------------------------------------------------------------------------------------------
