@@ -19,6 +19,7 @@ import pytest
 import tenuto
 from campaigns.rank_kills.processes import Ended, Job, Plan
 from campaigns.rank_kills.training import Numbers, untouched
+from support.tiny_training import AtStepsOfItsOwn
 from tenuto.engine.group import group_save
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.save.job import Job as SaveJob
@@ -28,7 +29,6 @@ from tenuto.errors import SaveFailed, StoreError, StoreFull
 from tenuto.events import Committed, SaveFailedEvent
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import every, on
-from tenuto.policy.save import Moment, SaveHistory, SavePolicy
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import leftovers_of
 from tenuto.store.registry import open_store
@@ -157,18 +157,6 @@ def test_one_rank_that_saves_alone_fails_by_name_and_all_come_together_again(tmp
         assert one.told["committed"] == [3, 9, 12, 15], one
         said = one.told["failed"]["5" if here == rank else "6"]
         assert "do not agree about the step" in said and f"rank {rank}: 5" in said, one
-
-
-class AtStepsOfItsOwn(SavePolicy):
-    """Says of itself that all ranks decide alike, and they do not."""
-
-    alike = True
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def wants(self, now: Moment, history: SaveHistory) -> str | None:
-        return None if now.step % self.steps else "it is time"
 
 
 def test_ranks_whose_policies_decide_differently_are_told_the_steps(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tenuto.errors import (
     RepositoryError,
     RunNotFound,
     ShardMismatch,
+    StateMismatch,
     Unserialisable,
     UsageError,
 )
@@ -220,6 +221,45 @@ def test_damage_that_one_rank_meets_moves_all_to_the_one_before_and_every_rank_k
     if not trained:
         found = together(3, lambda ranks: tenuto.load(tmp_path, into=held(ranks, 0.0), ranks=ranks, step=1))
         assert all(isinstance(one, CorruptionError | RankFailed) for one in found), found
+
+
+class Refusing:
+    """Refuses its state on one rank: only its own code knows why."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.refuses:
+            raise ValueError("not today")
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+@pytest.mark.parametrize("trained", [False, True], ids=["load", "Checkpointer"])
+def test_what_cannot_be_set_on_one_rank_is_raised_on_all(tmp_path: Path, trained: bool, refusing: int) -> None:
+    def held(ranks: Any, refuses: bool) -> dict[str, Any]:
+        return {"w": state(ranks)["w"], "odd": Refusing(refuses)}
+
+    together(3, lambda ranks: tenuto.save(held(ranks, False), tmp_path, ranks=ranks))
+
+    def work(ranks: Any) -> Any:
+        target = held(ranks, ranks.rank == refusing)
+        if not trained:
+            return tenuto.load(tmp_path, into=target, ranks=ranks, ranks_timeout=20.0)
+        with tenuto.Checkpointer(tmp_path, target, ranks=ranks, ranks_timeout=20.0) as ckpt:
+            ckpt.restore()
+            for _ in ckpt.steps(3):
+                pass
+        return None
+
+    for rank, error in enumerate(together(3, work)):
+        assert isinstance(error, StateMismatch if rank == refusing else RankFailed), error
+        assert "odd: its state could not be set: not today" in str(error), error
+        assert rank == refusing or f"rank {refusing} has left" in error.message
+    assert tenuto.load(tmp_path).checkpoint.attempt == 1, "nobody trains on"
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])

@@ -13,7 +13,7 @@ from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.group.rounds import SHARE_ONE_PLACE, becomes_visible, sees_claim
 from tenuto.engine.read.choose import Prepare
 from tenuto.engine.save.handle import Save
-from tenuto.engine.save.rank_group import RankGroup, SoloGroup
+from tenuto.engine.save.rank_group import RESTORE_TIMES, RankGroup, SoloGroup
 from tenuto.errors import NotARepository, RanksDisagree, RanksError, RanksMissing, TenutoError, UsageError, in_words
 from tenuto.events import Emitter, RanksBehind, Warned
 from tenuto.model.ids import run_key
@@ -314,14 +314,20 @@ class JobGroup:
 
     def leave(self, error: BaseException) -> None:
         """Leaves at once: ranks that wait for this one raise RankFailed."""
-        self._left = True
-        self.agreement.close(in_words(error))
+        self._left, self._gone = True, in_words(error)
+        self.agreement.close(self._gone)
 
     def part(self, timeout: float, *, well: bool) -> None:
         """Leaves; where training ended well, not before all ranks have: one of them may serve the key-value store."""
         if well:
             self.farewell(timeout)
         self.agreement.close(*([self._gone] if self._gone else []))
+
+    def end_together(self, phase: str) -> None:
+        """Waits until all ranks have come to the end. Raises RankFailed, naming it, where one has failed on the way."""
+        self._left = True
+        with self.agreement.round("end") as round:
+            round.all_gather(b"", RESTORE_TIMES * self.timeout_s, phase)
 
     def farewell(self, timeout: float) -> None:
         """Waits, once, until all ranks have come to the end or it is clear that some will not."""
@@ -392,7 +398,8 @@ def joined_group(
     writers: Strategy = "balanced",
 ) -> Iterator[tuple[JobGroup, Repo]]:
     """Yields this process among the ranks, and the repository. The other ranks learn what the block raises. Raises what
-    `JobGroup.meet` does."""
+    `JobGroup.meet` does, and RankFailed for a rank that could not set what it had loaded: a save is committed by then,
+    but a load has come to nothing unless all ranks have what they asked for."""
     try:
         group, repo = JobGroup.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts, writers=writers)
     except RanksMissing as error:
@@ -402,4 +409,6 @@ def joined_group(
         ) from error
     with leave_on_error(group):
         yield group, repo
+        if call == "load":
+            group.end_together("setting what was loaded")
     group.part(timeout_s, well=True)

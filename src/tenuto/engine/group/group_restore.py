@@ -348,7 +348,11 @@ class GroupRestore:
         self._check(verdict, own, id)
         self.raised_by_all = False
         crashpoint("restore voted for, run not yet claimed")
-        state = matched.prepared.apply()
+        try:
+            state = matched.prepared.apply()
+        except BaseException as error:
+            self.group.leave(error)  # the next round, which is the end of a load or the claim, raises it on the others
+            raise
         seconds = time.perf_counter() - began
         self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, ranks))
         return RestoreResult(id, manifest, state, matched.prepared.report, outcome.nbytes, seconds, ranks=ranks)
