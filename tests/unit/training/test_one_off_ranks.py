@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import tenuto
 from support.rank_threads import together
+from tenuto.engine.staging import slots
 from tenuto.errors import (
     CheckpointNotFound,
     CorruptionError,
@@ -221,6 +223,22 @@ def test_damage_that_one_rank_meets_moves_all_to_the_one_before_and_every_rank_k
     if not trained:
         found = together(3, lambda ranks: tenuto.load(tmp_path, into=held(ranks, 0.0), ranks=ranks, step=1))
         assert all(isinstance(one, CorruptionError | RankFailed) for one in found), found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="windows lie in shared memory on Linux only")
+def test_a_load_looks_into_no_other_directory_of_shared_memory_than_that_of_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path)
+    looked, names = set(), slots._names
+
+    def listed(root: str, below: str, user: int | None) -> list[str]:
+        looked.add(below.partition("/")[0])
+        return names(root, below, user)
+
+    monkeypatch.setattr(slots, "_names", listed)
+    found = together(2, lambda ranks: tenuto.load(tmp_path, into=state(ranks, 0.0), ranks=ranks).step)
+    assert (found, looked) == ([0, 0], {"reads"})
 
 
 class Refusing:
