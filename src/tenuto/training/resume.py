@@ -99,8 +99,13 @@ class RunClaim:
             result = memory.restore(self._prepare) if memory is not None else None
             result = result or self._restorer.resume(self._resume_from, withdrawn=self._withdrawn)
             self.restored = None
+            skipped = tuple(memory.skipped) if memory is not None else ()
             if result is not None:
+                result = replace(result, skipped=skipped + result.skipped)
                 self._begin_at(result)
+                skipped = result.skipped
+            if self._group.coordinates:
+                warn_of_skipped(self._repo.url, skipped, None if result is None else result.id)
             self.done = True
             if self.on_restored is not None:
                 self.on_restored()
@@ -115,8 +120,6 @@ class RunClaim:
         self.restored = replace(restored, certificate=self._position.amended(restored.certificate, moved))
         for reason in self._position.reasons:
             self._warn(reason)
-        if self._group.coordinates:
-            warn_of_skipped(self._repo.url, result.skipped, result.id)
 
     def exists(self) -> bool:
         """Returns whether the run has a checkpoint, durable or in memory."""

@@ -102,15 +102,16 @@ def restore_latest(
     return None if result is None else replace(result, skipped=tuple(skipped))
 
 
-def warn_of_skipped(url: str, skipped: Sequence[Skipped], taken: CheckpointId) -> None:
-    """Issues one warning for the newer checkpoints that were passed over for `taken`: sinks hear of each when it
-    happens, and a training without any goes back by steps that somebody should know of."""
+def warn_of_skipped(url: str, skipped: Sequence[Skipped], taken: CheckpointId | None) -> None:
+    """Issues one warning for the newer checkpoints that were passed over for `taken` (None: for nothing). Sinks hear of
+    each when it happens; where there is none, training would go back by some steps without anybody knowing."""
     if skipped:
         (id, reason), more = skipped[0], len(skipped) - 1
         others = f", as {more} more are" if more else ""
+        instead = "nothing is left to restore" if taken is None else f"{taken} is taken instead"
         warnings.warn(
-            f"tenuto: {id} cannot be restored and is passed over{others} ({reason}); {taken} is taken instead; "
-            f"`{typed('tenuto', 'verify', url, '--run', id.run)}` names all that is damaged",
+            f"tenuto: {id} cannot be restored and is passed over{others} ({reason}); {instead}; "
+            f"`{typed('tenuto', 'verify', url, '--run', id.run)}` names what is damaged there",
             RuntimeWarning,
             stacklevel=3,
         )
