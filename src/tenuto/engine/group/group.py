@@ -323,7 +323,7 @@ class JobGroup:
             self.farewell(timeout)
         self.agreement.close(*([self._gone] if self._gone else []))
 
-    def end_together(self, phase: str) -> None:
+    def finish_on_all(self, phase: str) -> None:
         """Waits until all ranks have come to the end. Raises RankFailed, naming it, where one has failed on the way."""
         self._left = True
         with self.agreement.round("end") as round:
@@ -410,5 +410,5 @@ def joined_group(
     with leave_on_error(group):
         yield group, repo
         if call == "load":
-            group.end_together("setting what was loaded")
+            group.finish_on_all("setting what was loaded")
     group.part(timeout_s, well=True)

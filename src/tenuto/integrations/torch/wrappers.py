@@ -161,7 +161,7 @@ def _is_first(module: nn.Module) -> bool | None:
 def unsynchronised(module: nn.Module) -> list[str]:
     """Returns the names of the saved buffers in a data-parallel module that nothing keeps equal on its ranks."""
     shared = replicas([module]).buffers
-    for place in places(module):
+    for place in places(module) if shared else ():
         one = place.module
         broadcast = isinstance(one, nn.parallel.DistributedDataParallel) and one.broadcast_buffers
         if broadcast or isinstance(one, nn.SyncBatchNorm):
