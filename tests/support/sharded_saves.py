@@ -35,7 +35,7 @@ from support.sharded_program import (
     wholes,
 )
 from tenuto.engine.group import group_save
-from tenuto.errors import SaveFailed, ShardMismatch, StateError
+from tenuto.errors import RankFailed, SaveFailed, ShardMismatch, StateError, StateMismatch
 from tenuto.events import Committed, SaveFailedEvent
 from tenuto.integrations.torch.wrappers import unsynchronised
 from tenuto.policy import every, keep
@@ -468,6 +468,31 @@ def stages_with_other_numbers_of_parameter_groups_have_two_forms() -> None:
         stepped(*again[:2])
         for one, other in zip(parts[0].parameters(), again[0].parameters(), strict=True):
             same(one, other)
+
+
+class Refusing:
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("not today")
+
+
+@check(2)
+def a_load_that_one_rank_cannot_set_is_raised_on_all() -> None:
+    where = place("not-set")
+    tenuto.save({"model": net(), "odd": Refusing()}, where)
+    for refusing in (0, 1):
+        target: dict[str, Any] = {"model": net(), **({"odd": Refusing()} if rank() == refusing else {})}
+        try:
+            tenuto.load(where, into=target)
+        except (StateMismatch, RankFailed) as error:
+            assert isinstance(error, StateMismatch if rank() == refusing else RankFailed), error
+            assert "odd: its state could not be set: not today" in error.message, error
+            assert rank() == refusing or error.ranks == (refusing,), error
+        else:
+            raise AssertionError("one rank has it, the other has not")
+        dist.barrier()
 
 
 if __name__ == "__main__":

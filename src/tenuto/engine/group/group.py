@@ -14,7 +14,16 @@ from tenuto.engine.group.rounds import SHARE_ONE_PLACE, becomes_visible, sees_cl
 from tenuto.engine.read.choose import Prepare
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.rank_group import RESTORE_TIMES, RankGroup, SoloGroup
-from tenuto.errors import NotARepository, RanksDisagree, RanksError, RanksMissing, TenutoError, UsageError, in_words
+from tenuto.errors import (
+    NotARepository,
+    RanksDisagree,
+    RanksError,
+    RanksMissing,
+    RankStoreLost,
+    TenutoError,
+    UsageError,
+    in_words,
+)
 from tenuto.events import Emitter, RanksBehind, Warned
 from tenuto.model.ids import run_key
 from tenuto.policy.save import Decision, DividedPolicy, Moment, SaveHistory, SavePolicy
@@ -317,6 +326,12 @@ class JobGroup:
         self._left, self._gone = True, in_words(error)
         self.agreement.close(self._gone)
 
+    def break_off(self, error: BaseException) -> None:
+        """Leaves at once, where other ranks may have come to the end already: they raise RankFailed as well."""
+        with self.agreement.round("end") as round:
+            round.fail(in_words(error))
+        self.leave(error)
+
     def part(self, timeout: float, *, well: bool) -> None:
         """Leaves; where training ended well, not before all ranks have: one of them may serve the key-value store."""
         if well:
@@ -326,8 +341,11 @@ class JobGroup:
     def finish_on_all(self, phase: str) -> None:
         """Waits until all ranks have come to the end. Raises RankFailed, naming it, where one has failed on the way."""
         self._left = True
-        with self.agreement.round("end") as round:
-            round.all_gather(b"", RESTORE_TIMES * self.timeout_s, phase)
+        try:
+            with self.agreement.round("end") as round:
+                round.all_gather(b"", RESTORE_TIMES * self.timeout_s, phase)
+        except RankStoreLost as error:  # it may go with the first rank that is done
+            self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
 
     def farewell(self, timeout: float) -> None:
         """Waits, once, until all ranks have come to the end or it is clear that some will not."""

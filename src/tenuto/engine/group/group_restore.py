@@ -259,7 +259,8 @@ class GroupRestore:
         data = self._repo.manifest_bytes(id)
         mark = hashlib.sha256(data).hexdigest()
         copy = data if len(data) <= BROADCAST_BYTES else b""
-        passed = [[_id_json(one), _shown(reason)] for one, reason in skipped]
+        skipped = [(one, _shown(reason)) for one, reason in skipped]
+        passed = [[_id_json(one), reason] for one, reason in skipped]
         with self._open_round() as round:
             round.broadcast(b"\n".join([TRY, canonical_json.dumps([_id_json(id), mark, passed]), copy]))
         return replace(self._read(id, lambda: data), skipped=tuple(skipped))
@@ -351,7 +352,8 @@ class GroupRestore:
         try:
             state = matched.prepared.apply()
         except BaseException as error:
-            self.group.leave(error)  # the next round, which is the end of a load or the claim, raises it on the others
+            self.raised_by_all = True  # by the next round of the others, which is the end of a load, or the claim
+            self.group.break_off(error)
             raise
         seconds = time.perf_counter() - began
         self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, ranks))
