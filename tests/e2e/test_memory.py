@@ -195,6 +195,7 @@ def test_a_tampered_image_is_passed_over(where: Path, root: Path, part: str) -> 
     if part != "seal":
         assert "main/a0001/17" not in last.told("RestoredFromMemory")
         assert any("image in memory" in reason for reason in last.told("CandidateSkipped"))
+        assert last.skipped == [17]
     right(last)
 
 
@@ -205,6 +206,7 @@ def test_with_both_images_damaged_the_store_is_read(where: Path, root: Path) -> 
     last = live(where)
     assert last.began == 10
     assert last.source.startswith(f"from {where}")
+    assert last.skipped == [17, 16]
     right(last)
 
 

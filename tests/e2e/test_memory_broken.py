@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -343,6 +344,11 @@ def test_where_all_that_is_in_memory_is_damaged_and_nothing_durable_a_start_is_a
             byte = file.read(1)
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte[0] ^ 0x10]))
+
+    def loud() -> None:
+        warnings.filterwarnings("error", ".*is passed over, as 1 more are .* nothing is left to restore")
+
+    assert live(where, before=loud).status == 1, "it is said"
     last = live(where)
     assert (last.status, last.began, len(last.told("CandidateSkipped"))) == (0, 0, 2)
     right(last)

@@ -221,6 +221,7 @@ def test_where_one_rank_has_no_whole_image_all_go_back_to_the_step_before(
         change(path, found.footer.image // 2 if harm == "tampered" else found.footer.image + 200)
     last = live(where)
     from_memory(last, 6)
+    assert [life.skipped for life in last] == [[7] if harm in ("tampered", "described wrongly") else []] * 2
     right(first, last)
 
 

@@ -13,6 +13,7 @@ import pytest
 import tenuto
 from campaigns.rank_kills.processes import Ended, Job, Plan
 from campaigns.rank_kills.training import Numbers
+from support.tiny_training import AtStepsOfItsOwn
 from tenuto.engine.save.save_writer import SaveWriter
 from tenuto.events import Committed, SaveFailedEvent, SaveSkipped
 from tenuto.policy import every, on
@@ -117,7 +118,7 @@ def test_who_waits_for_a_decision_that_never_comes_raises_by_name(tmp_path: Path
         with tenuto.Checkpointer(
             plan.where,
             numbers.state(),
-            save=every(steps=3) if rank else on.end(),
+            save=AtStepsOfItsOwn(3 if rank else 2500),
             on_busy="skip",
             on_error="raise",
             ranks=plan.ranks(rank),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ import pytest
 import tenuto
 from campaigns.rank_kills.processes import Ended, Job, Plan
 from campaigns.rank_kills.training import Numbers, untouched
+from support.tiny_training import AtStepsOfItsOwn
 from tenuto.engine.group import group_save
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.save.job import Job as SaveJob
@@ -157,9 +159,9 @@ def test_one_rank_that_saves_alone_fails_by_name_and_all_come_together_again(tmp
         assert "do not agree about the step" in said and f"rank {rank}: 5" in said, one
 
 
-def test_ranks_whose_policies_differ_are_told_the_steps(tmp_path: Path) -> None:
+def test_ranks_whose_policies_decide_differently_are_told_the_steps(tmp_path: Path) -> None:
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
-        return trained(plan, rank, save=every(steps=4 if rank == 1 else 3))
+        return trained(plan, rank, save=AtStepsOfItsOwn(4 if rank == 1 else 3))
 
     for one in ended(Plan(tmp_path, 2, 12, timeout_s=10.0), work):
         assert one.status == 1 and one.told["committed"] == [], one
@@ -172,8 +174,14 @@ def test_ranks_whose_policies_differ_are_told_the_steps(tmp_path: Path) -> None:
         ({"run": "other"}, "run is"),
         ({"where": "elsewhere"}, "not one place for all ranks"),
         ({"writers": "one"}, "writers is"),
+        (
+            {"on_busy": "skip", "resume_from": None, "save": every(steps=4)},
+            "save is 'every(steps=3)' on rank 0 (H pid N) and 'every(steps=4)' on rank 1 (H pid N); "
+            "resume_from is 'latest' on rank 0 (H pid N) and 'None' on rank 1 (H pid N); "
+            "on_busy is 'wait' on rank 0 (H pid N) and 'skip' on rank 1 (H pid N)",
+        ),
     ],
-    ids=["run", "where", "writers"],
+    ids=["run", "where", "writers", "arguments"],
 )
 def test_ranks_that_mean_different_things_never_begin(tmp_path: Path, more: dict[str, Any], words: str) -> None:
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
@@ -181,7 +189,8 @@ def test_ranks_that_mean_different_things_never_begin(tmp_path: Path, more: dict
         return trained(plan, rank, **(given if rank == 1 else {}))
 
     for one in ended(Plan(tmp_path, 2, 3, timeout_s=10.0), work):
-        assert (one.status, one.told["error"]) == (1, "RanksDisagree") and words in one.told["message"], one
+        said = re.sub(r"pid \d+", "pid N", str(one.told["message"])).replace(socket.gethostname(), "H")
+        assert (one.status, one.told["error"]) == (1, "RanksDisagree") and words in said, one
 
 
 def lies_in(place: Path) -> dict[str, bytes]:

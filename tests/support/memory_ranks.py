@@ -123,7 +123,9 @@ def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, 
     beside = Pace(pace, rank, ranks)
     with tenuto.Checkpointer(where, state, sinks=[log], **options) as ckpt:
         found = ckpt.restore()
-        log.tell(began=ckpt.step, source=found.source if found is not None else "", digest=digest_of(state))
+        skipped = [id.step for id, _ in found.skipped] if found is not None else []
+        source = found.source if found is not None else ""
+        log.tell(began=ckpt.step, source=source, digest=digest_of(state), skipped=skipped)
         for step in range(ckpt.step, steps) if own_loop else ckpt.steps(steps):
             advance(state, step + 1, rank, ranks)
             log.tell(step=step + 1, digest=digest_of(state))

@@ -43,6 +43,7 @@ class Life:
     status: int
     began: int = 0
     source: str = ""
+    skipped: list[int] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
     events: list[tuple[str, str]] = field(default_factory=list)
 
@@ -98,7 +99,9 @@ def train(
     options = {"save": every(steps=10) | on.end(), "memory": every(steps=1), **options}
     with tenuto.Checkpointer(where, state, sinks=[log], **options) as ckpt:
         found = ckpt.restore()
-        log.tell(began=ckpt.step, source=found.source if found is not None else "", digest=digest_of(state))
+        skipped = [id.step for id, _ in found.skipped] if found is not None else []
+        source = found.source if found is not None else ""
+        log.tell(began=ckpt.step, source=source, digest=digest_of(state), skipped=skipped)
         for step in ckpt.steps(steps):
             advance(state)
             log.tell(step=step + 1, digest=digest_of(state))
@@ -194,7 +197,7 @@ def read(log: Path, status: int) -> Life:
         if "event" in found:
             life.events.append((found["event"], found["text"]))
         elif "began" in found:
-            life.began, life.source = found["began"], found["source"]
+            life.began, life.source, life.skipped = found["began"], found["source"], found["skipped"]
             life.digests[life.began] = found["digest"]
         else:
             life.digests[found["step"]] = found["digest"]

@@ -15,6 +15,7 @@ import tenuto
 from tenuto.errors import StoreError
 from tenuto.maintenance.verify import assert_whole
 from tenuto.model.records import Receipt
+from tenuto.policy.save import Moment, SaveHistory, SavePolicy
 from tenuto.store.contract import Content, Store
 from tenuto.store.registry import open_store
 
@@ -87,3 +88,15 @@ def flip_leaf(where: Path, pattern: str, leaf: str) -> None:
         length = int.from_bytes(data[:8], "little")
         start, _ = json.loads(data[8 : 8 + length])[leaf]["data_offsets"]
         flip(where, str(path.relative_to(where)), 8 + length + start)
+
+
+class AtStepsOfItsOwn(SavePolicy):
+    """Says of itself that all ranks decide alike, and they do not."""
+
+    alike = True
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def wants(self, now: Moment, history: SaveHistory) -> str | None:
+        return None if now.step % self.steps else "it is time"

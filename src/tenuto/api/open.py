@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tenuto.engine.read.choose import choose, exactly
+from tenuto.engine.read.choose import choose, exactly, warn_of_skipped
 from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.outline import Outline, read_outline
 from tenuto.engine.read.sharded_reader import ShardedReader
@@ -388,13 +388,15 @@ def open(
 
     if step != "latest":
         return Opened(repo, *exactly(repo, resolve(repo, run, step), attempt))
-    found, skipped = choose(repo, run, attempt, emitter)
+    found, skipped = choose(repo, run, lambda id, _: attempt(id), emitter)
     if found is None:
         resolve(repo, run, "latest")  # raises, naming what there is
         raise CheckpointNotFound(
             f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=typed("tenuto", "ls", repo.url)
         )
-    return Opened(repo, *found, skipped)
+    opened = Opened(repo, *found, skipped)
+    warn_of_skipped(repo.url, skipped, opened.id)
+    return opened
 
 
 def _few(paths: Sequence[str]) -> str:

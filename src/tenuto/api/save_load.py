@@ -17,6 +17,7 @@ from tenuto.engine.read.choose import (
     RestoreResult,
     restore_checkpoint,
     restore_latest,
+    warn_of_skipped,
 )
 from tenuto.errors import CheckpointNotFound, Superseded, UsageError, typed
 from tenuto.events import Emitter, Sink
@@ -241,6 +242,8 @@ def load(
         else:
             found = restore_checkpoint(repo, resolve(repo, run, step), match, emitter=emitter)
     _loaded[(repo.id, run_key(run))] = found.id
+    if ranks.is_coordinator:
+        warn_of_skipped(repo.url, found.skipped, found.id)
     return Restored.of(found, repo.url)
 
 

@@ -189,7 +189,7 @@ class _Merger:
         lines = [sequence(one.node) for one in nodes]
         for one, line in zip(nodes, lines, strict=True):
             if len(line) != len(lines[0]):
-                raise self._differ(nodes[0], one, path)
+                raise self._groups_differ(nodes[0], one, path) if within else self._differ(nodes[0], one, path)
         made = [
             self.merge(
                 [_At(one.tree, child) for one, child in zip(nodes, some, strict=True)], join(path, str(at)), within
@@ -248,6 +248,16 @@ class _Merger:
             return ShardMismatch(message, subject=where, hint="build the same model and optimizer on every rank")
         message = f"{where} differs between ranks: {_shown(one.node)} on {here}, {_shown(other.node)} on {there}"
         return ShardMismatch(message, subject=where, hint=PER_RANK)
+
+    def _groups_differ(self, one: _At, other: _At, path: str) -> ShardMismatch:
+        """Returns the error for optimizers with different numbers of parameter groups, as pipeline stages may have."""
+        counts = [f"{len(sequence(at.node))} on {rank_names(self._ranks[at.tree])}" for at in (one, other)]
+        return ShardMismatch(
+            f"{path}: the numbers of parameter groups differ between ranks: {', '.join(counts)}",
+            subject=path,
+            hint='give all ranks as many groups, {"params": []} where one has no parameter; or declare that each rank '
+            "has its own: tenuto.per_rank(optimizer), and per_rank(scheduler), to resume on as many ranks alone",
+        )
 
     def _lacking(self, nodes: Sequence[_At], some: Sequence[_At], where: str) -> ShardMismatch:
         trees = {one.tree for one in some}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 from tenuto.concurrency.deadlines import seconds
 from tenuto.errors import PolicyConflict, UsageError
@@ -99,6 +100,30 @@ class Settings:
             writers=strategy(writers),
             watched=watched(policy, kept),
         )
+
+    def alike(self) -> dict[str, str]:
+        """Returns the arguments that have to be the same on all ranks of a job, each by name, as text.
+
+        Of several ranks that differ in one, some would save, skip or resume where the others do not.
+        """
+        return {
+            "save": _spelled(self.save),
+            "keep": _spelled(self.keep),
+            "memory": _spelled(self.memory),
+            "resume_from": str(self.resume_from),
+            "in_flight": str(self.in_flight),
+            "on_busy": self.on_busy,
+            "capture": "fenced" if self.fenced else "eager",
+        }
+
+
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def _spelled(policy: SavePolicy | KeepPolicy | None) -> str:
+    """Returns the text of a policy, without the addresses that a policy of one's own may have in it: they differ from
+    process to process."""
+    return _ADDRESS.sub("", repr(policy))
 
 
 def watched(save: SavePolicy, keep: KeepPolicy) -> Mapping[str, str]:

@@ -88,7 +88,8 @@ class Checkpointer:
     - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
       the next forward and backward run, and the optimizer's step waits for the copy.
     - `ranks`: the processes of this job, if torch.distributed does not know them (`tenuto.SharedFiles`). All of them
-      save, tag and `stop` at the same steps; they agree on what only one can know (a clock, a signal, a metric).
+      give the same arguments, and save, tag and `stop` at the same steps; they agree on what only one can know (a
+      clock, a signal, a metric).
     - `ranks_timeout`: seconds that ranks wait for one that is alive and late, before they raise. One that is dead or
       stopped is detected within a minute, and within half that time at most.
     - `writers`: who writes what several ranks hold: all of them, evenly ("balanced"); one rank each tensor ("tensor")

@@ -11,7 +11,7 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.memory_restore import MemoryRestore
 from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult
+from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult, warn_of_skipped
 from tenuto.engine.read.sharded_reader import private_index_entry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.errors import TenutoError, in_words
@@ -100,10 +100,15 @@ class RunClaim:
             result = memory.restore(self._prepare) if memory is not None else None
             result = result or self._restorer.resume(self._resume_from, withdrawn=self._withdrawn)
             self.restored = None
+            skipped = tuple(memory.skipped) if memory is not None else ()
             if result is not None:
+                result = replace(result, skipped=skipped + result.skipped)
                 self._begin_at(result)
+                skipped = result.skipped
             elif self._resume_from is not None and self._group.coordinates:
                 tell_fresh_start(self._repo.url, self._run, self._emitter)
+            if self._group.coordinates:
+                warn_of_skipped(self._repo.url, skipped, None if result is None else result.id)
             self.done = True
             if self.on_restored is not None:
                 self.on_restored()

@@ -122,15 +122,16 @@ class TrainingSession:
         probe = session_probe(ranks.rank, ranks.world_size)
         if probe is not None:
             where, settings = probe.replace(where, settings)
-        run, patience_s, memory = settings.run, settings.ranks_timeout_s, settings.memory
+        run, patience_s = settings.run, settings.ranks_timeout_s
         group, repo = training_group(
             ranks,
             where,
             run,
             emitter,
             patience_s,
-            memory=memory,
+            memory=settings.memory,
             writers=settings.writers,
+            facts=settings.alike(),
             before_create=None
             if settings.resume_from is None
             else lambda store: fresh_start.check_new_repository(store, run, emitter),

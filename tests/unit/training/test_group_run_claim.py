@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.rank_threads import together
+from tenuto import every, keep, on
 from tenuto.engine.group.group import session_settings
-from tenuto.errors import RankFailed, RanksError, RanksMissing, RankStoreLost, StateMismatch, UsageError
+from tenuto.errors import RankFailed, RanksDisagree, RanksError, RanksMissing, RankStoreLost, StateMismatch, UsageError
 from tenuto.model.ids import CheckpointId
+from tenuto.policy.save import Moment, SaveHistory, SavePolicy
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 from tenuto.ranks.round import Round
 from tenuto.repo.ownership.claim import Attempt, claim
@@ -66,6 +70,48 @@ def test_what_is_raised_after_the_ranks_have_met_is_told_to_the_others(tmp_path:
         thread.join(30)
     assert isinstance(found[1], UsageError)
     assert isinstance(found[0], RankFailed) and "yields batches, not float" in str(found[0])
+
+
+class OfOnesOwn(SavePolicy):
+    def wants(self, now: Moment, history: SaveHistory) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "shown"),
+    [
+        ("save", (every(steps=3), every(steps=4)), ("every(steps=3)", "every(steps=4)")),
+        ("save", (OfOnesOwn() | every(steps=3), every(steps=3)), (f"<{__name__}.OfOnesOwn object> | ev", "every(")),
+        ("keep", (None, keep.latest(2)), ("keep.latest(3)", "keep.latest(2)")),
+        ("memory", (None, every(steps=2)), ("None", "every(steps=2)")),
+        ("resume_from", ("latest", None), ("latest", "None")),
+        ("in_flight", (1, 2), ("1", "2")),
+        ("on_busy", ("wait", "skip"), ("wait", "skip")),
+        ("capture", ("fenced", "eager"), ("fenced", "eager")),
+    ],
+    ids=["save", "a policy of one's own", "keep", "memory", "resume_from", "in_flight", "on_busy", "capture"],
+)
+def test_ranks_whose_arguments_differ_are_told_so_when_they_meet(
+    tmp_path: Path, name: str, values: tuple[Any, Any], shown: tuple[str, str]
+) -> None:
+    def build(ranks: Any) -> Any:
+        given: Any = {name: values[ranks.rank]}
+        return tenuto.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=ranks, ranks_timeout=30.0, **given)
+
+    for error in together(2, build):
+        assert isinstance(error, RanksDisagree) and error.ranks == (0, 1), error
+        said = re.search(rf"{name} is '(.*)' on rank 0 \(.*\) and '(.*)' on rank 1 \(.*\)", error.message)
+        assert said is not None and all(map(str.startswith, said.groups(), shown)), error.message
+    assert not list(tmp_path.iterdir())
+
+
+def test_policies_of_ones_own_that_read_alike_are_alike(tmp_path: Path) -> None:
+    def build(ranks: Any) -> int:
+        save = OfOnesOwn() | on.end()
+        with tenuto.Checkpointer(tmp_path, {"w": np.ones(3)}, ranks=ranks, ranks_timeout=30.0, save=save) as ckpt:
+            return len(list(ckpt.steps(2)))
+
+    assert together(2, build) == [2, 2]
 
 
 def test_a_claim_that_cannot_be_announced_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import tenuto
 from support.rank_threads import together
+from tenuto.engine.staging import slots
 from tenuto.errors import (
     CheckpointNotFound,
     CorruptionError,
@@ -20,9 +22,12 @@ from tenuto.errors import (
     RepositoryError,
     RunNotFound,
     ShardMismatch,
+    StateMismatch,
     Unserialisable,
     UsageError,
 )
+from tenuto.events import CandidateSkipped
+from tenuto.model.ids import CheckpointId
 from tenuto.policy import every
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 
@@ -165,18 +170,114 @@ def test_where_there_is_nothing_to_load_every_rank_says_so_and_nothing_is_made(t
     assert {type(one) for one in found} == {RunNotFound}
 
 
-def test_damage_that_one_rank_meets_moves_all_to_the_one_before(tmp_path: Path) -> None:
-    save(tmp_path, number=1.0)
-    last = save(tmp_path, number=2.0)[0]
-    pack = tmp_path / last.id.directory / "rank-00001.safetensors"
-    content = bytearray(pack.read_bytes())
-    content[-9] ^= 1
-    pack.chmod(0o600)
-    pack.write_bytes(content)
-    found = together(3, lambda ranks: tenuto.load(tmp_path, into=state(ranks, 0.0), ranks=ranks))
-    assert [one.step for one in found] == [0] * 3
-    found = together(3, lambda ranks: tenuto.load(tmp_path, into=state(ranks, 0.0), ranks=ranks, step=1))
-    assert all(isinstance(one, CorruptionError | RankFailed) for one in found), found
+def flipped(place: Path, id: CheckpointId, name: str, at: int = -9) -> None:
+    file = place / id.directory / name
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.chmod(0o600)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", "manifest.json"])
+@pytest.mark.parametrize("trained", [False, True], ids=["load", "Checkpointer"])
+def test_damage_that_one_rank_meets_moves_all_to_the_one_before_and_every_rank_knows_it(
+    tmp_path: Path, trained: bool, name: str
+) -> None:
+    """A damaged manifest only the first rank reads; in a pack, damage is met by whoever reads that part."""
+
+    def held(ranks: Any, number: float) -> dict[str, Any]:
+        return {"w": state(ranks, number)["w"]}
+
+    def saved(number: float) -> CheckpointId:
+        found: CheckpointId = together(3, lambda ranks: tenuto.save(held(ranks, number), tmp_path, ranks=ranks))[0].id
+        return found
+
+    first, last = saved(1.0), saved(2.0)
+    flipped(tmp_path, last, name, at=-9 if name.startswith("rank") else 40)
+
+    class Told:
+        def __init__(self) -> None:
+            self.skipped: list[CheckpointId] = []
+
+        def emit(self, event: Any) -> None:
+            if isinstance(event, CandidateSkipped):
+                self.skipped.append(event.id)
+
+    told = [Told() for _ in range(3)]
+
+    def work(ranks: Any) -> Any:
+        sinks = [told[ranks.rank]]
+        if not trained:
+            return tenuto.load(tmp_path, into=held(ranks, 0.0), ranks=ranks, sinks=sinks)
+        with tenuto.Checkpointer(tmp_path, held(ranks, 0.0), ranks=ranks, sinks=sinks, save=every(steps=9)) as ckpt:
+            return ckpt.restore()
+
+    with pytest.warns(RuntimeWarning, match="is passed over") as warned:
+        found = together(3, work)
+    assert [one.checkpoint.id for one in found] == [first] * 3
+    assert [[id for id, _ in one.skipped] for one in found] == [[last]] * 3
+    assert len({one.skipped for one in found}) == 1 and found[0].skipped[0][1]
+    assert [one.skipped for one in told] == [[last]] * 3
+    (message,) = [str(one.message) for one in warned if "passed over" in str(one.message)]
+    assert str(last) in message and str(first) in message and found[0].skipped[0][1] in message
+    if not trained:
+        found = together(3, lambda ranks: tenuto.load(tmp_path, into=held(ranks, 0.0), ranks=ranks, step=1))
+        assert all(isinstance(one, CorruptionError | RankFailed) for one in found), found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="windows lie in shared memory on Linux only")
+def test_a_load_looks_into_no_other_directory_of_shared_memory_than_that_of_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path)
+    looked, names = set(), slots._names
+
+    def listed(root: str, below: str, user: int | None) -> list[str]:
+        looked.add(below.partition("/")[0])
+        return names(root, below, user)
+
+    monkeypatch.setattr(slots, "_names", listed)
+    found = together(2, lambda ranks: tenuto.load(tmp_path, into=state(ranks, 0.0), ranks=ranks).step)
+    assert (found, looked) == ([0, 0], {"reads"})
+
+
+class Refusing:
+    """Refuses its state on one rank: only its own code knows why."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.refuses:
+            raise ValueError("not today")
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+@pytest.mark.parametrize("trained", [False, True], ids=["load", "Checkpointer"])
+def test_what_cannot_be_set_on_one_rank_is_raised_on_all(tmp_path: Path, trained: bool, refusing: int) -> None:
+    def held(ranks: Any, refuses: bool) -> dict[str, Any]:
+        return {"w": state(ranks)["w"], "odd": Refusing(refuses)}
+
+    together(3, lambda ranks: tenuto.save(held(ranks, False), tmp_path, ranks=ranks))
+
+    def work(ranks: Any) -> Any:
+        target = held(ranks, ranks.rank == refusing)
+        if not trained:
+            return tenuto.load(tmp_path, into=target, ranks=ranks, ranks_timeout=20.0)
+        with tenuto.Checkpointer(tmp_path, target, ranks=ranks, ranks_timeout=20.0) as ckpt:
+            ckpt.restore()
+            for _ in ckpt.steps(3):
+                pass
+        return None
+
+    for rank, error in enumerate(together(3, work)):
+        assert isinstance(error, StateMismatch if rank == refusing else RankFailed), error
+        assert "odd: its state could not be set: not today" in str(error), error
+        assert rank == refusing or f"rank {refusing} has " in error.message
+    assert tenuto.load(tmp_path).checkpoint.attempt == 1, "nobody trains on"
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])

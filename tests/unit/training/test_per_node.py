@@ -162,9 +162,15 @@ def test_a_lost_node_makes_all_ranks_fall_back_together_to_what_is_whole(cluster
     cluster.copies = 1
     cluster.save(4, 3.0)
     shutil.rmtree(cluster.root / "n1")
-    found = cluster.load(4)
+    with pytest.warns(
+        RuntimeWarning, match="1 cannot be restored and is passed over .* is on no node of this job"
+    ) as warned:
+        found = cluster.load(4)
+    assert len([one for one in warned if "passed over" in str(one.message)]) == 1, "by the first rank alone"
     assert {step for step, _, _ in found} == {0}
     assert np.array_equal(joined(found), whole(2.0))
+    skipped = cluster.on(4, lambda ranks: tenuto.load(cluster.place(ranks), part(ranks), ranks=ranks).skipped)
+    assert [[id.step for id, _ in one] for one in skipped] == [[1]] * 4
 
 
 def test_a_lost_node_without_any_copy_is_no_start_from_scratch(cluster: Cluster) -> None:

@@ -13,8 +13,17 @@ from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.group.rounds import SHARE_ONE_PLACE, becomes_visible, sees_claim
 from tenuto.engine.read.choose import Prepare
 from tenuto.engine.save.handle import Save
-from tenuto.engine.save.rank_group import RankGroup, SoloGroup
-from tenuto.errors import NotARepository, RanksDisagree, RanksError, RanksMissing, TenutoError, UsageError, in_words
+from tenuto.engine.save.rank_group import RESTORE_TIMES, RankGroup, SoloGroup
+from tenuto.errors import (
+    NotARepository,
+    RanksDisagree,
+    RanksError,
+    RanksMissing,
+    RankStoreLost,
+    TenutoError,
+    UsageError,
+    in_words,
+)
 from tenuto.events import Emitter, RanksBehind, Warned
 from tenuto.model.ids import run_key
 from tenuto.policy.save import Decision, DividedPolicy, Moment, SaveHistory, SavePolicy
@@ -316,14 +325,29 @@ class JobGroup:
 
     def leave(self, error: BaseException) -> None:
         """Leaves at once: ranks that wait for this one raise RankFailed."""
-        self._left = True
-        self.agreement.close(in_words(error))
+        self._left, self._gone = True, in_words(error)
+        self.agreement.close(self._gone)
+
+    def break_off(self, error: BaseException) -> None:
+        """Leaves at once, where other ranks may have come to the end already: they raise RankFailed as well."""
+        with self.agreement.round("end") as round:
+            round.fail(in_words(error))
+        self.leave(error)
 
     def part(self, timeout: float, *, well: bool) -> None:
         """Leaves; where training ended well, not before all ranks have: one of them may serve the key-value store."""
         if well:
             self.farewell(timeout)
         self.agreement.close(*([self._gone] if self._gone else []))
+
+    def finish_on_all(self, phase: str) -> None:
+        """Waits until all ranks have come to the end. Raises RankFailed, naming it, where one has failed on the way."""
+        self._left = True
+        try:
+            with self.agreement.round("end") as round:
+                round.all_gather(b"", RESTORE_TIMES * self.timeout_s, phase)
+        except RankStoreLost as error:  # it may go with the first rank that is done
+            self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
 
     def farewell(self, timeout: float) -> None:
         """Waits, once, until all ranks have come to the end or it is clear that some will not."""
@@ -361,11 +385,12 @@ def training_group(
     *,
     memory: SavePolicy | None,
     writers: Strategy,
+    facts: Mapping[str, str],
     before_create: BeforeCreate | None = None,
 ) -> tuple[RankGroup, Repo]:
     """Returns the group that trains the run, and the repository, which is created where there is none
-    (`before_create`: as for `Repo.create_or_open`). Raises what
-    `JobGroup.meet` does, and UsageError for what several ranks cannot do together."""
+    (`before_create`: as for `Repo.create_or_open`). Raises what `JobGroup.meet` does, RanksDisagree where `facts` are
+    not equal on all ranks, and UsageError for what several ranks cannot do together."""
     if ranks.world_size == 1:
         return SoloGroup(), Repo.create_or_open(open_store(where), before_create=before_create)
     if memory is not None and not memory.alike:
@@ -374,7 +399,6 @@ def training_group(
             subject=f"memory={memory!r}",
             hint="memory=every(steps=…): all keep the same steps",
         )
-    facts = {"memory": repr(memory)}
     return JobGroup.meet(
         ranks, where, run, emitter, timeout_s, facts=facts, writers=writers, before_create=before_create
     )
@@ -397,7 +421,8 @@ def joined_group(
     writers: Strategy = "balanced",
 ) -> Iterator[tuple[JobGroup, Repo]]:
     """Yields this process among the ranks, and the repository. The other ranks learn what the block raises. Raises what
-    `JobGroup.meet` does."""
+    `JobGroup.meet` does, and RankFailed for a rank that could not set what it had loaded: a save is committed by then,
+    but a load has come to nothing unless all ranks have what they asked for."""
     try:
         group, repo = JobGroup.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts, writers=writers)
     except RanksMissing as error:
@@ -407,4 +432,6 @@ def joined_group(
         ) from error
     with leave_on_error(group):
         yield group, repo
+        if call == "load":
+            group.finish_on_all("setting what was loaded")
     group.part(timeout_s, well=True)

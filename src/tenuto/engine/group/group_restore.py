@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.rounds import becomes_visible
-from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, as_damage, choose, exactly, match
+from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, Skipped, as_damage, choose, exactly, match
 from tenuto.engine.read.copy_packs import copy_packs
 from tenuto.engine.read.node_share import NodePeers, NodeSharedReads
 from tenuto.engine.save.rank_group import RESTORE_TIMES
@@ -255,28 +255,37 @@ class GroupRestore:
                 round.broadcast(NONE)
         return result
 
-    def _broadcast_and_read(self, id: CheckpointId) -> RestoreResult:
+    def _broadcast_and_read(self, id: CheckpointId, skipped: Sequence[Skipped] = ()) -> RestoreResult:
         data = self._repo.manifest_bytes(id)
         mark = hashlib.sha256(data).hexdigest()
         copy = data if len(data) <= BROADCAST_BYTES else b""
+        skipped = [(one, _shown(reason)) for one, reason in skipped]
+        passed = [[_id_json(one), reason] for one, reason in skipped]
         with self._open_round() as round:
-            round.broadcast(b"\n".join([TRY, canonical_json.dumps([id.run, id.attempt, id.step, mark]), copy]))
-        return self._read(id, lambda: data)
+            round.broadcast(b"\n".join([TRY, canonical_json.dumps([_id_json(id), mark, passed]), copy]))
+        return replace(self._read(id, lambda: data), skipped=tuple(skipped))
 
     # -- the others ----------------------------------------------------------------------------------------------------
 
     def _follow(self) -> RestoreResult | None:
+        reported: set[CheckpointId] = set()
         while True:
             with self._open_round() as round:
                 message = round.receive(self._deadline_s, "the choice of a checkpoint")
             if message == NONE:
                 return None
             _, name, data = message.split(b"\n", 2)
-            run, attempt, step, mark = canonical_json.loads(name)
-            id = CheckpointId(run, attempt, step)
+            candidate, mark, passed = canonical_json.loads(name)
+            id = CheckpointId(*candidate)
+            skipped = [(CheckpointId(*one), str(reason)) for one, reason in passed]
+            for one, reason in skipped:
+                if one not in reported:
+                    reported.add(one)
+                    self._emitter.emit(CandidateSkipped(one, reason))
             try:
-                return self._read(id, partial(self._found, id, mark, data))
+                return replace(self._read(id, partial(self._found, id, mark, data)), skipped=tuple(skipped))
             except CorruptionError as error:
+                reported.add(id)
                 self._emitter.emit(CandidateSkipped(id, error.message))
 
     def _found(self, id: CheckpointId, mark: str, copy: bytes) -> bytes:
@@ -340,7 +349,12 @@ class GroupRestore:
         self._check(verdict, own, id)
         self.raised_by_all = False
         crashpoint("restore voted for, run not yet claimed")
-        state = matched.prepared.apply()
+        try:
+            state = matched.prepared.apply()
+        except BaseException as error:
+            self.raised_by_all = True  # by the next round of the others, which is the end of a load, or the claim
+            self.group.break_off(error)
+            raise
         seconds = time.perf_counter() - began
         self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, ranks))
         return RestoreResult(id, manifest, state, matched.prepared.report, outcome.nbytes, seconds, ranks=ranks)
@@ -414,6 +428,10 @@ class GroupRestore:
         rank, reason = min(reasons.items())
         self.raised_by_all = False  # all wait for the next choice
         raise CorruptionError(f"{reason.removeprefix(DAMAGED)} (found by rank {rank})", subject=str(id)) from own
+
+
+def _id_json(id: CheckpointId) -> Json:
+    return [id.run, id.attempt, id.step]
 
 
 def _reason(error: BaseException) -> str:

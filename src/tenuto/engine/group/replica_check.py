@@ -128,7 +128,8 @@ def check_replicas(held: Holdings, groups: ReplicaGroups, lines: Column, digests
     raise ShardMismatch(
         f"{path} is not the same on {rank_names(others)} as on {rank_names(some)}",
         subject=path,
-        hint="if each rank has its own: tenuto.per_rank(…); if not, training has gone apart or memory is bad there",
+        hint="declare what each rank has for itself: tenuto.per_rank(…); a buffer in a module with persistent=False, "
+        "and per_rank(buffer) beside it. If it has to be alike: training has gone apart, or memory is bad there",
     )
 
 

@@ -43,11 +43,14 @@ def images_of_others() -> OtherUsers:
     return slots.other_users(slots.SHARED_MEMORY)
 
 
-def images(user: int | None = None, *, among: Callable[[Slot], bool] | None = None) -> Iterator[FoundImage]:
-    """Yields the images of this user, or of another `user`, in the order of their names. `among`: only sealed ones, in
-    slots of which it returns True; it takes a tenth of a second to be sure that an image's process lives."""
+def images(
+    user: int | None = None, *, repository: str | None = None, among: Callable[[Slot], bool] | None = None
+) -> Iterator[FoundImage]:
+    """Yields the images of this user, or of another `user`, in the order of their names: of all repositories, or of
+    one. `among`: only sealed ones, in slots of which it returns True; it takes a tenth of a second to be sure that an
+    image's process lives."""
     owner = os.geteuid() if user is None else user
-    for slot in slots.occupied(slots.SHARED_MEMORY, user):
+    for slot in slots.occupied(slots.SHARED_MEMORY, user, repository):
         if among is not None and not among(slot):
             continue
         try:
@@ -80,7 +83,7 @@ def kept_by_others(repository: str, run: str, ranks: int) -> list[FoundImage]:
     def other(slot: Slot) -> bool:
         return slot.parent == parent and not _is_one_of(slot, ranks)
 
-    return [found for found in images(among=other) if not found.alive]
+    return [found for found in images(repository=repository, among=other) if not found.alive]
 
 
 def _is_one_of(slot: Slot, ranks: int) -> bool:

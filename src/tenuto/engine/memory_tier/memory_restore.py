@@ -16,7 +16,7 @@ from tenuto.engine.memory_tier.listing import kept_by_others, passed_over
 from tenuto.engine.memory_tier.matched_image import MatchedImage, match_image, share_buffers
 from tenuto.engine.memory_tier.seal import Seal, SealHolder
 from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.read.choose import Prepare, RestoreResult, restore_checkpoint
+from tenuto.engine.read.choose import Prepare, RestoreResult, Skipped, restore_checkpoint
 from tenuto.engine.save.rank_group import RESTORE_TIMES, RankGroup
 from tenuto.errors import (
     CorruptionError,
@@ -44,6 +44,8 @@ LACKING: Final = "lacking: "
 
 RestoreImage = Callable[[Prepare], tuple[Candidate, RestoreResult] | None]
 """Restores one image; None, on all ranks, where it is damaged on one, which is reported."""
+Skip = Callable[[CheckpointId, str], None]
+"""Reports a damaged image that is passed over, and why."""
 
 
 class EligibleImages(Protocol):
@@ -68,9 +70,13 @@ class MemoryRestore:
         self._run = run
         self._emitter = emitter
         self._images: EligibleImages = (
-            CommonImages(repo, tier, run, group, emitter) if isinstance(group, JobGroup) else OwnImages(tier, emitter)
+            CommonImages(repo, tier, run, group, emitter, skip=self._skip)
+            if isinstance(group, JobGroup)
+            else OwnImages(tier, emitter, skip=self._skip)
         )
         self.restored: Candidate | None = None
+        self.skipped: list[Skipped] = []
+        """Damaged images that the last restore has passed over; the same on all ranks."""
 
     def exists(self) -> bool:
         """Returns whether there is an image to resume from."""
@@ -84,6 +90,7 @@ class MemoryRestore:
         """Restores from memory; None where nothing there can be resumed from. Damaged images are passed over, and
         reported."""
         self.restored = None
+        self.skipped.clear()
         self._tier.take_over(None)
         for restore_image in self._images.find(self._warn):
             crashpoint("memory image found, not adopted")
@@ -101,13 +108,18 @@ class MemoryRestore:
     def _warn(self, message: str) -> None:
         self._emitter.emit(Warned(message, self._run))
 
+    def _skip(self, id: CheckpointId, reason: str) -> None:
+        self.skipped.append((id, reason))
+        self._emitter.emit(CandidateSkipped(id, reason))
+
 
 class OwnImages:
     """The images of one process by itself."""
 
-    def __init__(self, tier: MemoryTier, emitter: Emitter) -> None:
+    def __init__(self, tier: MemoryTier, emitter: Emitter, *, skip: Skip) -> None:
         self._tier = tier
         self._emitter = emitter
+        self._skip = skip
 
     def find(self, report: Callable[[str], None]) -> Sequence[RestoreImage]:
         self._tier.hold()
@@ -121,7 +133,7 @@ class OwnImages:
             return candidate, self._restored(candidate, prepare)
         except (CorruptionError, OSError) as error:
             message = getattr(error, "message", None) or repr(error)
-            self._emitter.emit(CandidateSkipped(candidate.footer.id, f"its image in memory: {message}"))
+            self._skip(candidate.footer.id, f"its image in memory: {message}")
             return None
 
     def _restored(self, candidate: Candidate, prepare: Prepare) -> RestoreResult:
@@ -154,12 +166,15 @@ class CommonImage:
 class CommonImages:
     """The images that all ranks of a job have of the same states, as one rank finds and restores its own."""
 
-    def __init__(self, repo: Repo, tier: MemoryTier, run: str, group: JobGroup, emitter: Emitter) -> None:
+    def __init__(
+        self, repo: Repo, tier: MemoryTier, run: str, group: JobGroup, emitter: Emitter, *, skip: Skip
+    ) -> None:
         self._repo = repo
         self._tier = tier
         self._run = run
         self._group = group
         self._emitter = emitter
+        self._skip = skip
         self._deadline_s = RESTORE_TIMES * group.timeout_s
 
     def find(self, report: Callable[[str], None]) -> Sequence[RestoreImage]:
@@ -297,7 +312,7 @@ class CommonImages:
         """Returns whether all could; reports why one could not."""
         refusals = {rank: reason for rank, reason in verdict.reasons.items() if not reason.startswith(LACKING)}
         for rank, reason in sorted(refusals.items())[:1]:
-            self._emitter.emit(CandidateSkipped(id, f"its image in the memory of rank {rank}: {reason}"))
+            self._skip(id, f"its image in the memory of rank {rank}: {reason}")
         return verdict.ok
 
     def _open_round(self) -> Round:

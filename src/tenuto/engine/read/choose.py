@@ -6,8 +6,10 @@ Reading needs read permission only: it writes nothing and claims nothing.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tenuto.concurrency.worker_threads import gc_paused
@@ -54,6 +56,8 @@ class FullLeaves:
 
 Prepare = Callable[[Manifest, CheckpointLeaves], Prepared]
 Result = TypeVar("Result")
+Skipped = tuple[CheckpointId, str]
+"""A checkpoint that was passed over, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class RestoreResult:
     report: LoadReport
     bytes: int
     seconds: float
-    skipped: tuple[tuple[CheckpointId, str], ...] = ()
+    skipped: tuple[Skipped, ...] = ()
     ranks: RankTimings | None = None
 
 
@@ -95,14 +99,29 @@ def restore_latest(
     must not silently start from scratch. `withdrawn`: see `walk`.
     """
     emit = emitter or Emitter()
-    result, skipped = choose(repo, run, lambda id: _attempt(repo, id, prepare, emit), emit, withdrawn=withdrawn)
-    return None if result is None else _with_skipped(result, skipped)
+    result, skipped = choose(repo, run, lambda id, _: _attempt(repo, id, prepare, emit), emit, withdrawn=withdrawn)
+    return None if result is None else replace(result, skipped=tuple(skipped))
+
+
+def warn_of_skipped(url: str, skipped: Sequence[Skipped], taken: CheckpointId | None) -> None:
+    """Issues one warning for the newer checkpoints that were passed over for `taken` (None: for nothing). Sinks hear of
+    each when it happens; where there is none, training would go back by some steps without anybody knowing."""
+    if skipped:
+        (id, reason), more = skipped[0], len(skipped) - 1
+        others = f", as {more} more are" if more else ""
+        instead = "nothing is left to restore" if taken is None else f"{taken} is taken instead"
+        warnings.warn(
+            f"tenuto: {id} cannot be restored and is passed over{others} ({reason}); {instead}; "
+            f"`{typed('tenuto', 'verify', url, '--run', id.run)}` names what is damaged there",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def exactly(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Result]) -> Result:
     """Returns `attempt(id)`. Raises CheckpointNotFound if the checkpoint is not there, or is removed meanwhile."""
     try:
-        return _unless_vanished(repo, id, attempt)
+        return _unless_vanished(repo, id, partial(attempt, id))
     except _Vanished as vanished:
         raise CheckpointNotFound(
             f"{id} was removed while it was being read", subject=str(id), hint=typed("tenuto", "ls", repo.url)
@@ -112,14 +131,14 @@ def exactly(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Resu
 def choose(
     repo: Repo,
     run: str,
-    attempt: Callable[[CheckpointId], Result],
+    attempt: Callable[[CheckpointId, Sequence[Skipped]], Result],
     emit: Emitter,
     *,
     withdrawn: Container[int] = frozenset(),
-) -> tuple[Result | None, list[tuple[CheckpointId, str]]]:
-    """Returns `attempt(id)` of the first checkpoint on the walk of I4 for which it raises no CorruptionError, and the
-    skipped ones with the reasons. Raises and returns like `restore_latest`."""
-    skipped: list[tuple[CheckpointId, str]] = []
+) -> tuple[Result | None, list[Skipped]]:
+    """Returns `attempt(id, skipped)` of the first checkpoint on the walk of I4 for which it raises no CorruptionError,
+    and the skipped ones with the reasons. Raises and returns like `restore_latest`."""
+    skipped: list[Skipped] = []
     stranded: CheckpointId | None = None
     # Copies, and what is of another repository: verify names those when it looks at everything.
     misplaced: list[tuple[CheckpointId, str]] = []
@@ -141,7 +160,7 @@ def choose(
         try:
             for id in walk(repo, run, report=report, withdrawn=withdrawn, misplaced=pass_over):
                 try:
-                    return _unless_vanished(repo, id, attempt), skipped
+                    return _unless_vanished(repo, id, partial(attempt, id, skipped)), skipped
                 except CorruptionError as error:
                     skipped.append((id, error.message))
                     emit.emit(CandidateSkipped(id, error.message))
@@ -194,9 +213,9 @@ def _elsewhere(repo: Repo, run: str) -> CheckpointId | None:
     return None
 
 
-def _unless_vanished(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Result]) -> Result:
+def _unless_vanished(repo: Repo, id: CheckpointId, attempt: Callable[[], Result]) -> Result:
     try:
-        return attempt(id)
+        return attempt()
     except CheckpointNotFound as error:
         raise _Vanished from error
     except CorruptionError:
@@ -311,10 +330,6 @@ def fetch(
     return found.prepared, found.read(node)
 
 
-def _with_skipped(result: RestoreResult, skipped: Sequence[tuple[CheckpointId, str]]) -> RestoreResult:
-    return replace(result, skipped=tuple(skipped))
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A committed checkpoint: where it lies and what it holds. `content` is the SHA-256 of all it holds."""
@@ -351,7 +366,7 @@ class Restored:
     checkpoint: Checkpoint
     progress: Mapping[str, Json]
     seconds: float
-    skipped: tuple[tuple[CheckpointId, str], ...] = ()
+    skipped: tuple[Skipped, ...] = ()
     memory_s: float | None = None
     ranks: RankTimings | None = None
 

@@ -435,6 +435,8 @@ def _decoded(data: bytes | None) -> PackRanges | None:
 # Which ranks of the job share this node's memory.
 
 _ROOT: Final = slots.SHARED_MEMORY
+_WINDOWS: Final = "reads"
+"""The directory of windows, beside those of the repositories, whose ids are longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +453,7 @@ class NodePeers:
     def meet(cls, agreement: Agreement, deadline_s: float) -> NodePeers | None:
         """Finds the ranks of this node in one round, which every rank takes part in. None where this rank is the only
         one on its node, or its node has no shared memory. Raises what `Round.gather` does."""
-        free_shared_memory()
+        free_shared_memory(_WINDOWS)  # of killed jobs; all that lies in shared memory may be much to look through
         own = [_memory_id(), *astuple(this_process())]
         phase = "telling where each rank runs"
         with agreement.round("node") as round:
@@ -471,7 +473,7 @@ class NodePeers:
     ) -> NodeSharedReads:
         """Returns the shared reads of one checkpoint. `number`: the same on all ranks, and another each time."""
         windows = [
-            WindowAddress(slots.Slot(_ROOT, f"reads/{self.session}", f"{rank}-{number}"), owner)
+            WindowAddress(slots.Slot(_ROOT, f"{_WINDOWS}/{self.session}", f"{rank}-{number}"), owner)
             for rank, owner in zip(self.ranks, self.owners, strict=True)
         ]
         return NodeSharedReads(windows, self.own, patience_s=patience_s, window_bytes=window_bytes, emitter=emitter)

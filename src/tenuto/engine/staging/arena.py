@@ -285,12 +285,13 @@ def acquire_window(nbytes: int, window: int) -> Arena:
     return Arena(memory, window=window)
 
 
-def free_shared_memory() -> None:
+def free_shared_memory(repository: str | None = None) -> None:
     """Removes the images that this user's dead processes left in shared memory, sealed ones excepted; a starting
-    Checkpointer does the same. What cannot be removed is left to the next one."""
+    Checkpointer does the same. What cannot be removed is left to the next one. `repository`: looks at no other
+    directory than this one's."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            _table.free_stale(slots.SHARED_MEMORY)
+            _table.free_stale(slots.SHARED_MEMORY, repository)
 
 
 def table() -> SlotTable:

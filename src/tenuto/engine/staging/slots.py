@@ -240,9 +240,10 @@ class SlotTable:
         except FileNotFoundError:
             pass  # it is gone already
 
-    def free_stale(self, root: str) -> None:
-        """Removes this user's files whose owners are dead, except those that are sealed."""
-        for path, names in walk(root):
+    def free_stale(self, root: str, repository: str | None = None) -> None:
+        """Removes this user's files whose owners are dead, except those that are sealed. `repository`: looks at no
+        other directory than this one's."""
+        for path, names in walk(root, repository=repository):
             for name in sorted({name.removesuffix(_LOCK) for name in names}):
                 if _SLOT.fullmatch(name):
                     self._set_aside(Slot(root, path, name))
@@ -403,19 +404,21 @@ def _lock_holder(slot: Slot) -> int | None:
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
 
-def occupied(root: str, user: int | None = None) -> Iterator[Slot]:
-    """Yields every slot of this user, or of another `user`, that has a file, locked or not."""
-    for path, names in walk(root, user):
+def occupied(root: str, user: int | None = None, repository: str | None = None) -> Iterator[Slot]:
+    """Yields every slot of this user, or of another `user`, that has a file, locked or not: of all repositories, or of
+    one."""
+    for path, names in walk(root, user, repository):
         for name in names:
             if _SLOT.fullmatch(name):
                 yield Slot(root, path, name, user)
 
 
-def walk(root: str, user: int | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Yields `<repository>/<run>` and the names in it, of all that this user, or `user`, has in shared memory."""
-    for repository in _names(root, "", user):
-        for run in _names(root, repository, user):
-            yield f"{repository}/{run}", _names(root, f"{repository}/{run}", user)
+def walk(root: str, user: int | None = None, repository: str | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yields `<repository>/<run>` and the names in it, of all that this user, or `user`, has in shared memory, or of
+    one repository."""
+    for one in _names(root, "", user) if repository is None else [repository]:
+        for run in _names(root, one, user):
+            yield f"{one}/{run}", _names(root, f"{one}/{run}", user)
 
 
 def _names(root: str, below: str, user: int | None) -> list[str]:

@@ -3,14 +3,19 @@ state_dict."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from tenuto.integrations.torch.wrappers import unsynchronised
 from tenuto.state.position.positions import DataPosition
 from tenuto.training import snapshot as plain
 from tenuto.training.snapshot import Findings
+
+_apart: Final[weakref.WeakKeyDictionary[torch.nn.Module, list[str]]] = weakref.WeakKeyDictionary()
+"""The names of buffers that nothing keeps equal on the ranks, by module."""
 
 
 def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict[str, Any]:
@@ -53,6 +58,15 @@ def _unsaved(state: Mapping[str, Any]) -> Iterator[str]:
             yield (
                 f"{name}: DistributedDataParallel lays gradients into buckets anew after a process's first step, so "
                 "sums over more than two ranks add up in another order in it (find_unused_parameters=True keeps one)"
+            )
+        apart = _apart.get(module)
+        if apart is None:  # once: this walks the whole module, and training waits for it at every save
+            apart = _apart[module] = unsynchronised(module)
+        if apart:
+            more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+            yield (
+                f"{name}: each rank may have its own buffers ({apart[0]}{more}): the first rank's are saved, and all "
+                "ranks have them after a resume (SyncBatchNorm keeps running statistics alike)"
             )
         if any(parameter.grad is not None for parameter in module.parameters()):
             yield f"{name}: gradients are not saved; they matter where they are not cleared before the next backward"

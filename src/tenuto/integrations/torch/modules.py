@@ -27,7 +27,7 @@ from tenuto.integrations.torch.sharded import (
     materialise_part,
 )
 from tenuto.integrations.torch.tensors import WatchedTensors
-from tenuto.integrations.torch.wrappers import DDPReplicas, own_tensors, places, replicas
+from tenuto.integrations.torch.wrappers import DataParallelReplicas, own_tensors, places, refuse_unknown, replicas
 from tenuto.model.leaf import escape, join
 from tenuto.model.records import Json
 from tenuto.state.declarations import Shard, ShardLayout, attached
@@ -283,6 +283,7 @@ def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
 
 
 def encode(module: nn.Module, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
+    refuse_unknown(module, path)
     put_back = settling(module)
     for put in put_back:
         put()
@@ -315,14 +316,14 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensors.is_subclass(tensor) and attached(tensor) is None
 
 
-def _placed(tensor: Any, same: DDPReplicas, writer: StateWalker) -> AbstractContextManager[None]:
+def _placed(tensor: Any, same: DataParallelReplicas, writer: StateWalker) -> AbstractContextManager[None]:
     return writer.placed("replicated") if id(tensor) in same.parameters else _ANYWHERE
 
 
 _ANYWHERE: Final = nullcontext()
 
 
-def _pairs(found: list[ModuleEntry], path: str, writer: StateWalker, same: DDPReplicas) -> list[Json]:
+def _pairs(found: list[ModuleEntry], path: str, writer: StateWalker, same: DataParallelReplicas) -> list[Json]:
     names: set[str] = set()
     for one in found:
         if one.name in names:
@@ -340,7 +341,7 @@ def _pairs(found: list[ModuleEntry], path: str, writer: StateWalker, same: DDPRe
 def _again(
     cells: _Slots,
     about: dict[str, Json],
-    same: DDPReplicas,
+    same: DataParallelReplicas,
     put_back: Sequence[Callable[[], Any]],
     known: list[ModuleEntry] | None,
 ) -> Refresh:
@@ -404,6 +405,7 @@ def restore(module: nn.Module, node: Json, path: str, restorer: Restorer) -> Thu
     kind = kind_of(node)
     if kind != "module" and kind not in KEYED:
         return restorer.mismatch(module, path, restorer.words(node), f"a module ({type_name(type(module))})")
+    refuse_unknown(module, path)
     theirs = {name_of(key): child for key, child in items(node)}
     settle(module)
     found, _ = entries(module, path)

@@ -102,6 +102,29 @@ def test_stale_files_go_and_held_and_foreign_ones_stay(tmp_path: Path, table: Sl
     assert sorted(path.name for path in main.iterdir()) == sorted(["0-0", "0-0.lock", *kept])
 
 
+def test_of_one_repository_no_other_directory_is_looked_at(
+    tmp_path: Path, table: SlotTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        place = own(tmp_path) / name / "main"
+        place.mkdir(parents=True, mode=0o700)
+        for directory in (place.parent.parent, place.parent, place):
+            directory.chmod(0o700)
+        (place / "0-0").write_bytes(b"x")
+    looked, names = [], slots._names
+
+    def listed(root: str, below: str, user: int | None) -> list[str]:
+        looked.append(below)
+        return names(root, below, user)
+
+    monkeypatch.setattr(slots, "_names", listed)
+    assert [slot.parent for slot in slots.occupied(str(tmp_path), repository="one")] == ["one/main"]
+    table.free_stale(str(tmp_path), "one")
+    assert set(looked) == {"one", "one/main"}
+    assert [path.name for path in own(tmp_path).iterdir()] == ["other"]
+    assert list(slots.occupied(str(tmp_path), repository="none")) == []
+
+
 def test_a_directory_that_is_left_empty_by_the_dead_goes_too(tmp_path: Path, table: SlotTable) -> None:
     gone = own(tmp_path) / "gone" / "main"
     gone.mkdir(parents=True, mode=0o700)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from tenuto.errors import StateError
 from tenuto.integrations.torch import sharded, tensors
 from tenuto.integrations.torch.meshes import is_dtensor, on_one_rank
+from tenuto.integrations.torch.optimizers.zero import local_optimizer
 from tenuto.integrations.torch.tensors import TensorDict
 from tenuto.integrations.torch.wrappers import replicas_in
 from tenuto.model.leaf import Placement, join
@@ -33,6 +34,10 @@ def its_own_way(optimizer: Optimizer, method: str) -> bool:
 
 
 def encode(optimizer: Optimizer, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
+    local = local_optimizer(optimizer, path)
+    if local is not optimizer:
+        node, again = encode(local, path, writer)
+        return node, lambda outer, replay: again(local_optimizer(outer, path), replay)
     paths = _paths(optimizer, path, writer)
     kind = type_name(type(optimizer))
     known_parameters = [list(group["params"]) for group in optimizer.param_groups]

@@ -14,6 +14,7 @@ from tenuto.integrations.torch import tensors
 from tenuto.integrations.torch.device import TORCH_DTYPES
 from tenuto.integrations.torch.meshes import is_dtensor, local_of
 from tenuto.integrations.torch.optimizers.encode import its_own_way, located
+from tenuto.integrations.torch.optimizers.zero import local_optimizer, publish_options
 from tenuto.integrations.torch.sharded import device_after, layout_like, made_like, replicated_like, restore_shard
 from tenuto.model.leaf import join
 from tenuto.model.records import Json
@@ -141,6 +142,11 @@ def saved_in(node: Json, path: str) -> SavedOptimizer:
 
 
 def restore(optimizer: Optimizer, node: Json, path: str, restorer: Restorer) -> Thunk:
+    local = local_optimizer(optimizer, path)
+    if local is not optimizer:
+        restore(local, node, path, restorer)
+        restorer.later(path, lambda: publish_options(optimizer), OPTIMIZERS)
+        return lambda: optimizer
     if kind_of(node) != "optimizer":
         return restorer.mismatch(optimizer, path, restorer.words(node), f"an optimizer ({type_name(type(optimizer))})")
     if not restorer.takes_some(node, path):
@@ -349,7 +355,7 @@ class _Plan:
         layout = layout_like(source.parameter, source.path)
         if layout is None:
             return None
-        if spec.shape != layout.whole or not spec.shape:
+        if spec.shape != layout.whole or not (spec.shape or self._follows_its_parameter(key)):
             plain = present and not is_dtensor(now)
             return (
                 self._replicated(source, key, node, path)
@@ -360,6 +366,18 @@ class _Plan:
             return restore_shard(Shard(now, layout), node, path, restorer)
         with restorer.on(self._device(source, key, node)):
             return made_like(source.parameter, layout, node, path, restorer)
+
+    def _follows_its_parameter(self, key: str) -> bool:
+        """Returns whether an entry of a parameter without dimensions lies as the parameter does, and is not merely a
+        number: as it is with other parameters, whose shape tells; if there are none, it does."""
+        restorer = self._restorer
+        for name, node in self._saved.state:
+            leaf = restorer.leaf_at(name)
+            shape = () if leaf is None else restorer.spec(leaf, name)[1].shape
+            for mark, child in items(node) if shape and kind_of(node) in KEYED else ():
+                if mark == key and kind_of(child) in LEAVES:
+                    return restorer.spec(child, name)[1].shape == shape
+        return True
 
     def _replicates(self, source: _SavedState, node: Json, shape: Sequence[int]) -> bool:
         """Returns whether state of another shape than its DTensor parameter is a DTensor too: if it was saved as one,
