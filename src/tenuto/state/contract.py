@@ -74,6 +74,8 @@ class Flattened:
     of `tree`. A leaf may have several rows (boxes), or none where this rank has no part of it."""
     shared: int | None = None
     """The number of leaves in `tree`; None: the number of shared rows."""
+    in_home: frozenset[int] = frozenset()
+    """Rows that go into a pack of their own, which the home has too where other packs lie on nodes."""
 
 
 class Sink(Protocol):

@@ -145,6 +145,7 @@ _KINDS: Final[tuple[Kind, ...]] = (
     ("shape", "U64", "<u8"),
     ("numbers", "U64", "<u8"),
     ("compare", "U64", "<u8"),
+    ("in_home", "U64", "<u8"),
 )
 
 
@@ -170,11 +171,17 @@ class GroupPlan:
 
 
 def plan_group(
-    layouts: Sequence[RankLayout], trees: Mapping[str, Json], *, strategy: Strategy = "balanced", chunk_bytes: int
+    layouts: Sequence[RankLayout],
+    trees: Mapping[str, Json],
+    *,
+    strategy: Strategy = "balanced",
+    chunk_bytes: int,
+    nodes: Column | None = None,
 ) -> tuple[GroupPlan, list[bytes]]:
     """Returns the plan for these ranks, and each rank's own part of it, encoded.
 
     trees: by digest, those of all ranks.
+    nodes: as `assign` takes them.
 
     Raises ShardMismatch, naming leaf and ranks, where they disagree, or do not hold every element of every leaf.
     """
@@ -189,7 +196,14 @@ def plan_group(
     layer = layers(union.paths) if strategy == "layer" else None
     size = PIECE_BYTES if strategy == "size" else None
     made = assign(
-        held, world_size=len(layouts), strategy=strategy, layer=layer, size=size, chunk_bytes=chunk_bytes, found=found
+        held,
+        world_size=len(layouts),
+        strategy=strategy,
+        layer=layer,
+        size=size,
+        chunk_bytes=chunk_bytes,
+        nodes=nodes,
+        found=found,
     )
     boxes = written(held, made)
     check_coverage(boxes)
@@ -224,6 +238,7 @@ def _shares(held: Holdings, made: Assignment, replicas: ReplicaGroups, numbers: 
     row, offsets, shape = held.row[made.holding], made.offsets, made.shape
     compare, nothing, highest = replicas.set + 1, np.zeros(0, np.int64), np.array([held.leaves])
     every = {"row": row, "offsets": offsets, "shape": shape, "numbers": highest, "compare": compare}
+    every["in_home"] = np.diff(lines).max(initial=0, keepdims=True)
     kinds, found = narrowest(every, _KINDS), []
     for rank, own in enumerate(numbers):
         mine = slice(lines[rank], lines[rank + 1])
@@ -233,6 +248,7 @@ def _shares(held: Holdings, made: Assignment, replicas: ReplicaGroups, numbers: 
             "shape": shape[mine].reshape(-1),
             "numbers": nothing if own is None else own,
             "compare": compare[rows[rank] : rows[rank + 1]],
+            "in_home": np.flatnonzero(made.in_home[mine]),
         }
         found.append(encode_columns(columns, kinds))
     return found
@@ -292,8 +308,14 @@ class WriteAssignment:
         compare = columns["compare"].astype(np.int64)
         if not len(numbers):
             numbers = np.arange(tree_leaves(flattened))
-        if len(numbers) != tree_leaves(flattened) or max(rows, default=-1) >= shared or len(compare) != shared:
+        if (
+            len(numbers) != tree_leaves(flattened)
+            or max(rows, default=-1) >= shared
+            or len(compare) != shared
+            or int(columns["in_home"].max(initial=0)) > len(rows)
+        ):
             raise CorruptionError(f"{name} is for another structure", subject=name)
+        self._in_home = frozenset(columns["in_home"].tolist())
         self.own = flattened.fingerprint
         self.leaves = leaves
         self.numbers = numbers
@@ -326,6 +348,7 @@ class WriteAssignment:
             reports=flattened.reports,
             leaf=self._leaf,
             shared=self.leaves,
+            in_home=self._in_home,
         )
 
 
@@ -354,11 +377,20 @@ PLANNING: Final = "planning who writes what"
 
 
 class GroupPlanner:
-    def __init__(self, agreement: Agreement, rounds: SaveRounds, strategy: Strategy, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        rounds: SaveRounds,
+        strategy: Strategy,
+        chunk_bytes: int,
+        nodes: Column | None = None,
+    ) -> None:
+        """`nodes`: as `assign` takes them; the coordinator's count."""
         self._agreement = agreement
         self._rounds = rounds
         self._strategy: Strategy = strategy
         self._chunk_bytes = chunk_bytes
+        self._nodes = nodes
         self._layouts: list[RankLayout] = []
         self.plan: GroupPlan | None = None
         """Of the structure that was planned last, on the coordinator."""
@@ -412,7 +444,9 @@ class GroupPlanner:
     def _broadcast_plan(self, round: Round, save: Save, trees: dict[str, Json]) -> None:
         layouts, self._layouts = self._layouts, []
         try:
-            plan, shares = plan_group(layouts, trees, strategy=self._strategy, chunk_bytes=self._chunk_bytes)
+            plan, shares = plan_group(
+                layouts, trees, strategy=self._strategy, chunk_bytes=self._chunk_bytes, nodes=self._nodes
+            )
         except (RanksDisagree, ShardMismatch) as error:
             round.broadcast(refusal(error, save.step).encode())
             return

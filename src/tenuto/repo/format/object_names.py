@@ -22,7 +22,8 @@ BOXES: Final = "boxes.index"
 NOTES: Final = "notes"
 
 _PACKS: Final = (".safetensors", ".pack")
-_PART: Final = re.compile(r"rank-[0-9]{5,}(\.index|(\.[0-9]{2,})?\.safetensors)", re.ASCII)
+_PART: Final = re.compile(r"rank-[0-9]{5,}(\.index|(\.home)?(\.[0-9]{2,})?\.safetensors)", re.ASCII)
+_HOME_PACK: Final = re.compile(r"rank-[0-9]{5,}\.home(\.[0-9]{2,})?\.safetensors", re.ASCII)
 _PLACE: Final = re.compile(r"[0-9a-f]{12}-[0-9a-f]{32}\.json", re.ASCII)
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
 _RESERVED: Final = frozenset({BEGIN, MANIFEST, NOTES})
@@ -51,6 +52,12 @@ def begin_name(id: CheckpointId) -> str:
 
 def index_file(rank: int) -> str:
     return f"rank-{rank:05d}.index"
+
+
+def pack_file(rank: int, number: int, *, home: bool = False) -> str:
+    """Returns the name of a rank's pack. `home`: of one that `is_home_pack`, which are numbered by themselves."""
+    further = f".{number:02d}" if number else ""
+    return f"rank-{rank:05d}{'.home' if home else ''}{further}.safetensors"
 
 
 def notes_directory(id: CheckpointId) -> str:
@@ -122,6 +129,11 @@ def step_in(attempt: str, name: str) -> tuple[int, str] | None:
 def is_pack(name: str) -> bool:
     """Returns whether `name` is a pack's: packs are in the places declared for them, which may not include the home."""
     return name.endswith(_PACKS) and _in_step(name)
+
+
+def is_home_pack(name: str) -> bool:
+    """Returns whether `name` is that of a pack with what ranks on several nodes need, which the home has too."""
+    return _HOME_PACK.fullmatch(name.rpartition("/")[2]) is not None and _in_step(name)
 
 
 def is_index(name: str) -> bool:
