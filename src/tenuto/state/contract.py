@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tenuto.state.restore.match import Unmatched
 
 Buffer = np.ndarray[Any, np.dtype[np.uint8]]
+Places = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Bound(Protocol):
@@ -114,6 +115,14 @@ class LoadReport:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class LateRead:
+    """`needs`: returns what `read` reads: by the name of a pack ranges of it, each from and to, in whole chunks."""
+
+    needs: Callable[[], Mapping[str, tuple[Places, Places]]]
+    read: Callable[[], None]
+
+
 Form = tuple[str, tuple[int, ...]]
 """Dtype name and full shape of a leaf."""
 
@@ -154,8 +163,8 @@ class Prepared:
     each leaf is wanted once."""
     unmatched: Unmatched | None = None
     """If other ranks have targets of their own: what this one does not take; None for nothing."""
-    other_rank: tuple[int, Callable[[], None]] | None = None
-    """A rank of the save, and a function that reads what only that rank has; called once the wants have arrived."""
+    other_rank: LateRead | None = None
+    """What only another rank of the save has; read once the wants have arrived."""
 
 
 Rename = Mapping[str, str] | Callable[[str], str]

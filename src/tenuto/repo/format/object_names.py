@@ -7,7 +7,7 @@ from typing import Final
 
 from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
-from tenuto.store.contract import TEMPORARY
+from tenuto.store.contract import final_name
 
 REPOSITORY: Final = "tenuto.json"
 MEMBER: Final = "tenuto-member.json"
@@ -168,7 +168,7 @@ def is_step(prefix: str) -> bool:
 
 def may_be_replicated(name: str) -> bool:
     """Returns whether an object, or a temporary of it, may be in places other than the home."""
-    final = name.partition(TEMPORARY)[0]
+    final = final_name(name)
     return is_pack(final) or is_copied(final) or (final.endswith(f"/{BEGIN}") and _in_step(final))
 
 

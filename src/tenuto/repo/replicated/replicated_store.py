@@ -9,7 +9,7 @@ these places after the home has it: all places of a repository, copied into one 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +18,7 @@ from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreD
 from tenuto.model import canonical_json
 from tenuto.model.records import Receipt
 from tenuto.repo.format import object_names
+from tenuto.repo.replicated.partial_copy import PartialReader
 from tenuto.repo.replicated.replica import LruCache, Replica, ReplicaChoice, UnreachableReplica, exists
 from tenuto.store.contract import (
     Bytes,
@@ -95,6 +96,8 @@ class ReplicatedStore:
         self.unreachable: Callable[[], Sequence[UnreachableReplica]] = tuple
         self.mirrors: Sequence[Store] = ()
         """Those of `found_members` that are no node's own."""
+        self.partial_copies: Mapping[str, str] = {}
+        """The names of packs of which the home has a partial copy for this restore, and those of the copies."""
         self._replicas: dict[int, Replica] = {}
         self._warned = LruCache()
         self._choice = ReplicaChoice()
@@ -323,7 +326,18 @@ class ReplicatedStore:
         return None
 
     def open(self, name: str) -> Reader:
-        return self._first(name, lambda store: store.open(name))
+        try:
+            return self._first(name, lambda store: store.open(name))
+        except (StoreError, CorruptionError):
+            copy = self.partial_copies.get(name)
+            if copy is None:
+                raise
+        inner = self.home.open(copy)
+        try:
+            return PartialReader(inner, copy)
+        except BaseException:
+            inner.close()
+            raise
 
     def stat(self, name: str) -> Stat:
         spread = object_names.is_pack(name) or is_leftover(name)
