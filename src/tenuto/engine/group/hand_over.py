@@ -26,6 +26,7 @@ from tenuto.repo.replicated.partial_copy import PartialCopy, Span, partial_name
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
+from tenuto.units import count, size
 
 if TYPE_CHECKING:
     from tenuto.engine.group.group import JobGroup
@@ -181,7 +182,7 @@ class HandOver:
         copies = ours.copies(self._token)
         copy_packs(self._repo, manifest, copies, self._places.home, lambda _, nbytes: put.append(nbytes))
         self._places.warn(
-            f"{sum(put) / 2**20:,.1f} MiB of {len(put)} packs of {manifest.id} are put into {self._places.url} while "
+            f"{size(sum(put))} of {count(len(put), 'pack')} of {manifest.id} are put into {self._places.url} while "
             "ranks restore that do not find them"
         )
 

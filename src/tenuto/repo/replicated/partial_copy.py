@@ -58,8 +58,7 @@ class PartialReader:
         table = self._read(8, _table_bytes(inner, name))
         columns = decode_columns(table, _KINDS, narrow=True, name=name, what="a partial copy")
         low, high, length = (columns[column].astype(np.int64) for column, _, _ in _KINDS)
-        bounds = np.stack([low, high], axis=1).reshape(-1) if len(low) == len(high) else np.zeros(1, np.int64)
-        if len(length) != 1 or (np.diff(bounds) < 0).any() or not 0 <= bounds[0] <= bounds[-1] <= length[0]:
+        if len(length) != 1 or not _in_order(low, high, length):
             raise CorruptionError(f"{name} has ranges that no pack has", subject=name)
         self.length = int(length[0])
         self._lows: list[int] = low.tolist()
@@ -91,6 +90,14 @@ class PartialReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _in_order(low: Column, high: Column, length: Column) -> bool:
+    """Returns whether these are ranges within `length` bytes, in order and without a common byte."""
+    if len(low) != len(high):
+        return False
+    bounds = np.concatenate([np.zeros(1, np.int64), np.stack([low, high], axis=1).reshape(-1), length])
+    return bool((np.diff(bounds) >= 0).all())
 
 
 def _table_bytes(inner: Reader, name: str) -> int:
