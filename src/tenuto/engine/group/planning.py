@@ -145,8 +145,9 @@ _KINDS: Final[tuple[Kind, ...]] = (
     ("shape", "U64", "<u8"),
     ("numbers", "U64", "<u8"),
     ("compare", "U64", "<u8"),
-    ("in_home", "U64", "<u8"),
 )
+_IN_HOME: Final[tuple[Kind, ...]] = (("in_home", "U64", "<u8"),)
+"""Of plans where some rank writes for the home."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,8 +239,10 @@ def _shares(held: Holdings, made: Assignment, replicas: ReplicaGroups, numbers: 
     row, offsets, shape = held.row[made.holding], made.offsets, made.shape
     compare, nothing, highest = replicas.set + 1, np.zeros(0, np.int64), np.array([held.leaves])
     every = {"row": row, "offsets": offsets, "shape": shape, "numbers": highest, "compare": compare}
-    every["in_home"] = np.diff(lines).max(initial=0, keepdims=True)
-    kinds, found = narrowest(every, _KINDS), []
+    in_home = bool(made.in_home.any())
+    if in_home:
+        every["in_home"] = np.diff(lines).max(keepdims=True)
+    kinds, found = narrowest(every, (*_IN_HOME, *_KINDS) if in_home else _KINDS), []
     for rank, own in enumerate(numbers):
         mine = slice(lines[rank], lines[rank + 1])
         columns = {
@@ -248,8 +251,9 @@ def _shares(held: Holdings, made: Assignment, replicas: ReplicaGroups, numbers: 
             "shape": shape[mine].reshape(-1),
             "numbers": nothing if own is None else own,
             "compare": compare[rows[rank] : rows[rank + 1]],
-            "in_home": np.flatnonzero(made.in_home[mine]),
         }
+        if in_home:
+            columns["in_home"] = np.flatnonzero(made.in_home[mine])
         found.append(encode_columns(columns, kinds))
     return found
 
@@ -297,7 +301,7 @@ class WriteAssignment:
         """`head`: what was broadcast to all ranks; `data`: to this one. Raises CorruptionError for what is no plan of
         this structure."""
         name = f"the plan for rank {rank}"
-        columns = decode_columns(data, _KINDS, narrow=True, name=name, what="a plan")
+        columns = decode_columns(data, _KINDS, more=_IN_HOME, narrow=True, name=name, what="a plan")
         try:
             axes, leaves = int(head["axes"]), int(head["leaves"])
             self.fingerprint = str(head["fingerprint"])
@@ -306,16 +310,17 @@ class WriteAssignment:
         shared = shared_rows(flattened)
         rows, numbers = columns["row"].tolist(), columns["numbers"].astype(np.int64)
         compare = columns["compare"].astype(np.int64)
+        in_home = columns.get("in_home", compare[:0]).tolist()
         if not len(numbers):
             numbers = np.arange(tree_leaves(flattened))
         if (
             len(numbers) != tree_leaves(flattened)
             or max(rows, default=-1) >= shared
             or len(compare) != shared
-            or int(columns["in_home"].max(initial=0)) > len(rows)
+            or max(in_home, default=-1) >= len(rows)
         ):
             raise CorruptionError(f"{name} is for another structure", subject=name)
-        self._in_home = frozenset(columns["in_home"].tolist())
+        self._in_home = frozenset(in_home)
         self.own = flattened.fingerprint
         self.leaves = leaves
         self.numbers = numbers
