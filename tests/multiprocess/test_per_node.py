@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from campaigns.rank_kills.processes import Death, Job, Plan
 from support import forked_processes as forked
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.repository import Repo
@@ -99,3 +103,29 @@ def test_where_a_node_is_lost_its_part_is_and_that_is_said(place: Path) -> None:
     status = forked.job(PROGRAM, 2, str(place), "a,b", "2", log=place / "log", timeout=240)
     assert any(status)
     assert "rank-00001.safetensors is on no node of this job" in forked.told(place / "log", 2)
+
+
+def _node(life: int, rank: int) -> str:
+    return f"node-{(rank + life) % 2}"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_rank_that_was_killed_has_put_for_others_is_passed_by_and_goes_with_the_checkpoint(
+    tmp_path: Path, rank: int
+) -> None:
+    plan = Plan(tmp_path, 2, 4, more={"node": partial(_node, 0)})
+    death = Death(rank, "packs copied, checkpoint not looked for again")
+    lives = [plan, replace(plan, more={"node": partial(_node, 1)}, death=death)]
+    lives.append(replace(lives[1], steps=10, death=None))
+    left = []
+    for life in lives:
+        with Job(life) as job:
+            assert job.wait(120)
+        left.append(len(list(plan.where.rglob("*.part-*"))))
+        if life.death is None:
+            assert {one.status for one in job.ended.values()} == {0}
+            assert {one.told["step"] for one in job.ended.values()} == {life.steps}
+        else:
+            assert job.ended[rank].status == -signal.SIGKILL
+    assert left[0] == left[2] == 0 < left[1]
+    assert_whole(Repo.open(open_store(plan.where)))
