@@ -98,7 +98,7 @@ def _united(names: Sequence[str], parts: Sequence[LackedRanges]) -> LackedRanges
     return LackedRanges(names, PackRanges(pack, low, high).merged(gap=0))
 
 
-def _told_lacks(
+def _exchange_lacks(
     round: Round, places: ReplicatedStore, needs: Callable[[], Needs], deadline_s: float
 ) -> tuple[list[str], LackedRanges | None]:
     """Returns the packs of which some rank lacks something, the same on every rank; on the coordinator also what."""
@@ -117,7 +117,7 @@ def _told_lacks(
         return [str(name) for name in canonical_json.loads(round.receive(deadline_s, phase))], united
 
 
-def _told_givers(
+def _exchange_givers(
     round: Round, places: ReplicatedStore, names: Sequence[str], united: LackedRanges | None, deadline_s: float
 ) -> LackedRanges:
     """Returns what this rank has to put into the home. Raises CorruptionError, on all ranks, where no rank has one of
@@ -164,12 +164,12 @@ class HandOver:
         """Exchanges what each rank needs and has. Returns, alike on all ranks, whether anything has to be put. Raises
         CorruptionError, on all ranks, where no rank has it, and what `Round.gather` does."""
         round = self._group.round("restore")
-        names, united = _told_lacks(round, self._places, needs, self._deadline_s)
+        names, united = _exchange_lacks(round, self._places, needs, self._deadline_s)
         if not names:
             return False
         round = self._group.round("restore")
         self._token = hashlib.sha256(f"{self._group.agreement.session.id} {round.number}".encode()).hexdigest()[:32]
-        self._ours = _told_givers(round, self._places, names, united, self._deadline_s)
+        self._ours = _exchange_givers(round, self._places, names, united, self._deadline_s)
         self._places.partial_copies = {name: partial_name(name, self._token) for name in names}
         return True
 
