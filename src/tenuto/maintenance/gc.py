@@ -35,7 +35,7 @@ from tenuto.repo.refs import list_refs
 from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.tombstones import dead_tombstones, put_tombstone, still_exists, take_back
 from tenuto.repo.unfinished import abort, free
-from tenuto.store.contract import TEMPORARY, Entry, leftovers_of
+from tenuto.store.contract import Entry, final_name, leftovers_of
 
 GRACE_S = 24 * 3600.0
 """Between the visits, unless the caller says otherwise."""
@@ -315,8 +315,7 @@ def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[t
 
 def _was_ours(repo: Repo, census: Census, leftover: Entry) -> bool:
     """Returns whether a temporary was to become an object of Tenuto. Those of open saves go with the save."""
-    directory, _, file = leftover.name.rpartition("/")
-    final = Entry(f"{directory}/{file.partition(TEMPORARY)[0]}", 0)
+    final = Entry(final_name(leftover.name), 0)
     final_census = Census()
     if not place(final_census, final):
         return False

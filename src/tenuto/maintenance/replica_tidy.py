@@ -20,7 +20,7 @@ from tenuto.repo.replicated.members import node_of
 from tenuto.repo.replicated.places import all_places, places_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import TEMPORARY, Store, is_leftover
+from tenuto.store.contract import Store, final_name, is_leftover
 
 SET_BACK: Final = "it is left alone. Was the home set back?"
 
@@ -130,7 +130,7 @@ def _free(place: Store, id: CheckpointId) -> bool:
     prefix = len(id.directory) + 1
     found = [entry.name for entry in place.walk(id.directory, leftovers=True)]
     own = [name for name in found if _is_own(name[prefix:])]
-    final = {name: name.partition(TEMPORARY)[0][prefix:] for name in found if is_leftover(name)}
+    final = {name: final_name(name)[prefix:] for name in found if is_leftover(name)}
     left = [
         name for name, file in final.items() if _is_own(file) or file in (object_names.BEGIN, object_names.MANIFEST)
     ]

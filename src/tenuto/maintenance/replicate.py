@@ -125,7 +125,7 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
             before = [name for name in copying.small if object_names.is_index(name)]
             _bring(repo, target, before)
             if copying.packs and copying.id is not None:
-                copy_packs(repo, repo.manifest(copying.id), frozenset(copying.packs), target, advance)
+                copy_packs(repo, repo.manifest(copying.id), dict.fromkeys(copying.packs), target, advance)
             _bring(repo, target, [name for name in copying.small if name not in before])
         except CheckpointNotFound:
             continue

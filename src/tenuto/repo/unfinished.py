@@ -16,7 +16,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, Aborted, encode_aborted
 from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import TEMPORARY, is_leftover, is_unreadable
+from tenuto.store.contract import final_name, is_leftover, is_unreadable
 
 Report = Callable[[str], None]
 
@@ -77,7 +77,7 @@ def notes_and_leftovers(repo: Repo, id: CheckpointId, own: Iterable[str]) -> tup
     found = [entry.name for entry in repo.store.walk(id.directory, leftovers=True)]
     notes = [name for name in found if object_names.is_note(name[len(id.directory) + 1 :])]
     final = {*own, *notes, id.manifest, object_names.begin_name(id)}
-    return notes, [name for name in found if is_leftover(name) and name.partition(TEMPORARY)[0] in final]
+    return notes, [name for name in found if is_leftover(name) and final_name(name) in final]
 
 
 def close_unfinished(repo: Repo, run: str, attempt: int, *, by: str, owner_dead: bool, report: Report) -> None:

@@ -211,6 +211,15 @@ class Reshard:
         return Overlap(box_region(row, there, shape), where)
 
 
+def saved_spans(plan: Reshard, saved: Holdings) -> tuple[Column, Column]:
+    """Returns, for each line, the bytes of its saved row between the first and the last that it takes: the first, and
+    the one behind the last."""
+    theirs = _wide(saved.shape[plan.saved], plan.shape.shape[1], 1)
+    pace, itemsize = paces(theirs), saved.itemsize[plan.saved]
+    first = dot(plan.saved_offsets, pace)
+    return first * itemsize, (first + dot(plan.shape - 1, pace) + 1) * itemsize
+
+
 def reshard(saved: Holdings, wanted: Holdings) -> Reshard:
     """Plans what every wanted box takes from which saved one; both sides number leaves alike.
 

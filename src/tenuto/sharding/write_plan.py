@@ -241,6 +241,8 @@ ALIGNED_CHUNKS: Final = 16
 """Parts end at common multiples of rows and chunks, if those are at most this many chunks apart"""
 EVEN: Final = 32
 """and at most 1/EVEN of the bytes that a rank writes."""
+HOME_BYTES: Final = 64 << 10
+"""The largest box that is kept where all nodes find it, if ranks of several nodes hold it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,6 +256,8 @@ class Assignment:
     offsets: Matrix
     shape: Matrix
     rank: Ranks
+    in_home: Flags
+    """Which of them ranks on other nodes will read, when all of these restart."""
 
     def __len__(self) -> int:
         return len(self.holding)
@@ -272,6 +276,7 @@ class _Options:
     layer: Column | None
     size: int | None
     chunk_bytes: int
+    nodes: Column | None
 
     def check(self, holdings: Holdings) -> None:
         """Raises UsageError for inconsistent arguments."""
@@ -284,6 +289,8 @@ class _Options:
             raise UsageError('strategy "size", and no other, needs size=, bytes from 1 on')
         if self.chunk_bytes < 1:
             raise UsageError(f"chunks of {self.chunk_bytes} bytes")
+        if self.nodes is not None and len(self.nodes) != self.world_size:
+            raise UsageError(f"the nodes of {len(self.nodes)} ranks in a world of {self.world_size}")
         if len(holdings) and (int(holdings.rank[0]) < 0 or int(holdings.rank[-1]) >= self.world_size):
             raise UsageError(
                 f"holdings of ranks {holdings.rank[0]} to {holdings.rank[-1]} in a world of {self.world_size}"
@@ -298,6 +305,7 @@ def assign(
     layer: Column | None = None,
     size: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    nodes: Column | None = None,
     found: DistinctBoxes | None = None,
 ) -> Assignment:
     """Assigns each box to the ranks that write it. The same holdings give the same assignment on every machine.
@@ -308,29 +316,41 @@ def assign(
         of these; "size" cuts every box into parts of at most `size` bytes, or one row; "one" gives a box to its lowest
         rank.
     layer: a number for each leaf, see `layers`.
+    nodes: a number for each rank's node, where a node's ranks alone find what one of them writes. A small box that
+        several nodes hold is then written by its lowest rank, and marked as `in_home`.
     found: `distinct_boxes(holdings)`, if at hand, of holdings that `check` has accepted.
 
     Overlapping boxes that are not equal are no replicas: choosing between their contents would be silent. They are kept
     here, and `check_coverage` of what is `written` rejects them, as it rejects missing items. Raises ShardMismatch for
     an invalid box (`check`) or one that a rank holds twice.
     """
-    options = _Options(world_size, strategy, layer, size, chunk_bytes)
+    options = _Options(world_size, strategy, layer, size, chunk_bytes, nodes)
     options.check(holdings)
     if found is None:
         check(holdings)
         found = distinct_boxes(holdings)
     nbytes = holdings.nbytes()[found.first]
-    return _assignment(holdings, found, _parts(holdings, found, nbytes, options), nbytes)
+    in_home = _small_on_several_nodes(holdings, found, nbytes, nodes)
+    return _assignment(holdings, found, _parts(holdings, found, nbytes, in_home, options), nbytes, in_home)
 
 
-def _parts(holdings: Holdings, found: DistinctBoxes, nbytes: Column, options: _Options) -> PouredBytes:
-    """Returns which bytes of each cell go to which holder."""
+def _small_on_several_nodes(holdings: Holdings, found: DistinctBoxes, nbytes: Column, nodes: Column | None) -> Flags:
+    """Returns which cells are small, and held on more than one node."""
+    if nodes is None or not len(found):
+        return np.zeros(len(found), bool)
+    node, starts = nodes[holdings.rank[found.holders]], found.start[:-1]
+    several: Flags = np.minimum.reduceat(node, starts) != np.maximum.reduceat(node, starts)
+    return several & (nbytes > 0) & (nbytes <= HOME_BYTES)
+
+
+def _parts(holdings: Holdings, found: DistinctBoxes, nbytes: Column, in_home: Flags, options: _Options) -> PouredBytes:
+    """Returns which bytes of each cell go to which holder; those `in_home` to the lowest."""
     row = _rows(holdings, found, nbytes) if options.strategy in ("balanced", "size") else nbytes
     if options.size is not None:
         whole = _pieces(nbytes, np.maximum(options.size // np.maximum(row, 1), 1) * row)
     else:
         whole = _pieces(nbytes, nbytes)
-    several = found.counts[whole.item] > 1
+    several = (found.counts > 1)[whole.item] & ~in_home[whole.item]
     if options.strategy == "one" or not several.any():
         return whole
     length = whole.high - whole.low
@@ -417,7 +437,9 @@ def _pieces(nbytes: Column, step: Column) -> PouredBytes:
     return PouredBytes(item, np.zeros_like(item), low, np.minimum(low + step[item], nbytes[item]))
 
 
-def _assignment(holdings: Holdings, found: DistinctBoxes, parts: PouredBytes, nbytes: Column) -> Assignment:
+def _assignment(
+    holdings: Holdings, found: DistinctBoxes, parts: PouredBytes, nbytes: Column, in_home: Flags
+) -> Assignment:
     """Converts bytes of cells into boxes of lines."""
     holding = found.holders[found.start[parts.item] + parts.member]
     offsets, shape = holdings.offsets[holding], holdings.shape[holding]
@@ -430,7 +452,7 @@ def _assignment(holdings: Holdings, found: DistinctBoxes, parts: PouredBytes, nb
     # Cells are ordered by leaf and position, parts by position within them.
     code = rank.astype(np.int64) * len(found) + parts.item
     order = np.lexsort((parts.low, code)) if len(part) else rising(code)
-    return Assignment(holding[order], offsets[order], shape[order], rank[order])
+    return Assignment(holding[order], offsets[order], shape[order], rank[order], in_home[parts.item[order]])
 
 
 def written(holdings: Holdings, made: Assignment) -> Holdings:

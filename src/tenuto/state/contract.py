@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tenuto.state.restore.match import Unmatched
 
 Buffer = np.ndarray[Any, np.dtype[np.uint8]]
+Places = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Bound(Protocol):
@@ -74,6 +75,8 @@ class Flattened:
     of `tree`. A leaf may have several rows (boxes), or none where this rank has no part of it."""
     shared: int | None = None
     """The number of leaves in `tree`; None: the number of shared rows."""
+    in_home: frozenset[int] = frozenset()
+    """Rows that go into a pack of their own, which the home has too where other packs lie on nodes."""
 
 
 class Sink(Protocol):
@@ -110,6 +113,14 @@ class LoadReport:
     """Entries of the checkpoint that the target does not name, and leaves left out by include or exclude."""
     mismatched: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LateRead:
+    """`needs`: returns what `read` reads: by the name of a pack ranges of it, each from and to, in whole chunks."""
+
+    needs: Callable[[], Mapping[str, tuple[Places, Places]]]
+    read: Callable[[], None]
 
 
 Form = tuple[str, tuple[int, ...]]
@@ -152,8 +163,8 @@ class Prepared:
     each leaf is wanted once."""
     unmatched: Unmatched | None = None
     """If other ranks have targets of their own: what this one does not take; None for nothing."""
-    other_rank: tuple[int, Callable[[], None]] | None = None
-    """A rank of the save, and a function that reads what only that rank has; called once the wants have arrived."""
+    other_rank: LateRead | None = None
+    """What only another rank of the save has; read once the wants have arrived."""
 
 
 Rename = Mapping[str, str] | Callable[[str], str]

@@ -19,6 +19,8 @@ from tenuto.model.records import Receipt
 
 TEMPORARY: Final = ".tmp-"
 """Part of the last segment of every temporary: `<final name>.tmp-<token>`."""
+PARTIAL: Final = ".part-"
+"""Part of the last segment of a partial copy of an object, which outlives no restore: `<name>.part-<token>`."""
 _LONGEST: Final = 4096
 
 
@@ -166,7 +168,8 @@ class Store(Protocol):
     def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         """Yields every object below `prefix`, sorted by name. Skips those that vanish meanwhile.
 
-        `leftovers`: yields the temporaries of unfinished puts too, under names that `delete` accepts.
+        `leftovers`: yields the temporaries of unfinished puts and partial copies too, under names that `delete`
+        accepts.
         """
         ...
 
@@ -241,11 +244,19 @@ def check_token(token: str) -> str:
 
 
 def is_leftover(name: str) -> bool:
-    return TEMPORARY in name.rpartition("/")[2]
+    """Returns whether a name is that of a temporary, or of a partial copy: never an object."""
+    file = name.rpartition("/")[2]
+    return TEMPORARY in file or PARTIAL in file
+
+
+def final_name(name: str) -> str:
+    """Returns the name of the object that a leftover belongs to; other names as they are."""
+    directory, slash, file = name.rpartition("/")
+    return directory + slash + file.partition(TEMPORARY)[0].partition(PARTIAL)[0]
 
 
 def leftovers_of(store: Store, prefix: str) -> Iterator[Entry]:
-    """Yields the temporaries of unfinished puts below `prefix`."""
+    """Yields the temporaries of unfinished puts, and partial copies, below `prefix`."""
     return (entry for entry in store.walk(prefix, leftovers=True) if is_leftover(entry.name))
 
 

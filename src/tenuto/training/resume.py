@@ -12,7 +12,7 @@ from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.memory_restore import MemoryRestore
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult, warn_of_skipped
-from tenuto.engine.read.sharded_reader import private_index_entry
+from tenuto.engine.read.sharded_reader import PrivateEntry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.errors import TenutoError, in_words
 from tenuto.events import AttemptClaimed, Emitter, Warned
@@ -23,7 +23,7 @@ from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, announced, claim, claim_newest
 from tenuto.repo.ownership.owner_watch import OwnerWatch
 from tenuto.repo.repository import Repo
-from tenuto.state.contract import Prepared
+from tenuto.state.contract import LateRead, Prepared
 from tenuto.state.position.training_position import Counters, TrainingPosition
 from tenuto.state.restore.match import match_state
 from tenuto.training import run_registry
@@ -237,8 +237,9 @@ class RunClaim:
         )
         moved = self._position.moved(self._counters)
         if moved is not None:
-            prepared.other_rank = moved.donor, partial(self._take_random, manifest, moved.donor)
+            random = PrivateEntry(self._repo, manifest, moved.donor, "random", self._emitter)
+            prepared.other_rank = LateRead(random.needs, partial(self._take_random, random))
         return prepared
 
-    def _take_random(self, manifest: Manifest, donor: int) -> None:
-        self._private["random"] = private_index_entry(self._repo, manifest, donor, "random", self._emitter)
+    def _take_random(self, entry: PrivateEntry) -> None:
+        self._private["random"] = entry.read()

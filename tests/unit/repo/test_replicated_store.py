@@ -935,6 +935,25 @@ def test_a_nodes_packs_are_in_its_directory_and_with_two_copies_in_the_home(copi
     assert [PACK in home.objects, PACK in own.objects] == there
 
 
+HOME_PACK = PACK.replace(".safetensors", ".home.safetensors")
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_pack_for_several_nodes_is_on_its_node_and_in_the_home(copies: int) -> None:
+    home, own = Place(), Place()
+    PerNode(own, home=home, copies=copies).put_if_absent(HOME_PACK, Bytes(b"data"), token="t0")
+    assert own.objects[HOME_PACK] == home.objects[HOME_PACK] == b"data"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_pack_for_several_nodes_that_one_of_both_refuses_is_in_neither(which: int) -> None:
+    home, own = places = [Place(), Place()]
+    places[which].fail(StoreFull("no space"), "put")
+    with pytest.raises(StoreFull, match="1 of the 2 copies"):
+        PerNode(own, home=home).put_if_absent(HOME_PACK, Bytes(b"data"), token="t0")
+    assert HOME_PACK not in home.objects and HOME_PACK not in own.objects
+
+
 def test_what_is_declared_is_equal_on_every_node_and_differs_where_packs_are_kept_otherwise() -> None:
     def declared(copies: int) -> object:
         return PerNode(Place(), home=Place(), copies=copies, node=secrets.token_hex(4)).declared

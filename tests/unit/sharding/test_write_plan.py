@@ -16,7 +16,17 @@ from tenuto.model.leaf import Box
 from tenuto.sharding import holdings as cells_module
 from tenuto.sharding.coverage import check_coverage
 from tenuto.sharding.holdings import Holdings, gather, shards
-from tenuto.sharding.write_plan import CHUNK_BYTES, SMALL_CHUNKS, Assignment, assign, layers, poured, rounds, written
+from tenuto.sharding.write_plan import (
+    CHUNK_BYTES,
+    HOME_BYTES,
+    SMALL_CHUNKS,
+    Assignment,
+    assign,
+    layers,
+    poured,
+    rounds,
+    written,
+)
 
 F32 = ("float32", 4)
 Held = Sequence[tuple[tuple[int, ...], Sequence[tuple[Box, Sequence[int]]]]]
@@ -294,3 +304,60 @@ def test_layers_are_named_by_their_first_number() -> None:
         "v",
     ]
     assert layers(paths).tolist() == [0, 0, 1, 2, 2, 3, 3, 4, 4]
+
+
+# -- nodes whose ranks alone find what one of them writes --------------------------------------------------------------
+
+
+def test_small_boxes_of_several_nodes_are_their_lowest_ranks_and_marked() -> None:
+    both, second, large = Box.whole((5,)), Box.whole((7,)), Box.whole((HOME_BYTES // 4 + 1,))
+    held = world(
+        4,
+        [
+            ((5,), [(both, range(4))]),
+            ((7,), [(second, [2, 3])]),
+            (large.shape, [(large, range(4))]),
+            ((), [(Box((), ()), [1, 2])]),
+        ],
+    )
+    made = assign(held, world_size=4, nodes=np.array([0, 0, 2, 2]))
+    check_coverage(written(held, made))
+    found = {leaf: (rank, bool(made.in_home[at])) for at, (rank, leaf, _) in enumerate(lines(held, made))}
+    assert (found[0], found[3]) == ((0, True), (1, True))
+    assert found[1][0] in (2, 3) and not found[1][1], "one node holds it"
+    assert not found[2][1], "more than is small"
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "tensor", "one"])
+def test_on_one_node_the_plan_is_what_it_is_without_nodes(strategy: Any) -> None:
+    held = replicated(4, [(3,), (100, 100), (1000, 1000), ()])
+    plain, noted = (assign(held, world_size=4, strategy=strategy, nodes=one) for one in (None, np.zeros(4, np.int64)))
+    assert lines(held, plain) == lines(held, noted)
+    assert not plain.in_home.any() and not noted.in_home.any()
+
+
+@settings(max_examples=80, derandomize=True, deadline=None)
+@given(st.data())
+def test_with_nodes_every_item_is_written_once_and_the_marked_are_small(data: Any) -> None:
+    ranks = data.draw(st.integers(1, 5))
+    shapes = data.draw(
+        st.lists(st.sampled_from([(), (0,), (3,), (HOME_BYTES // 4,), (HOME_BYTES // 4 + 1,), (900, 900)]), max_size=6)
+    )
+    holders = [data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)) for _ in shapes]
+    held = world(ranks, [(shape, [(Box.whole(shape), some)]) for shape, some in zip(shapes, holders, strict=True)])
+    nodes = np.array([data.draw(st.integers(0, 2)) for _ in range(ranks)])
+    made = assign(
+        held, world_size=ranks, nodes=nodes, strategy=data.draw(st.sampled_from(["balanced", "tensor", "one"]))
+    )
+    boxes = written(held, made)
+    check_coverage(boxes)
+    for at, (rank, leaf, _) in enumerate(lines(held, made)):
+        several = len({int(nodes[one]) for one in holders[leaf]}) > 1
+        small = 0 < int(np.prod(shapes[leaf])) * 4 <= HOME_BYTES
+        assert bool(made.in_home[at]) == (several and small)
+        assert not made.in_home[at] or rank == min(holders[leaf])
+
+
+def test_nodes_are_those_of_all_ranks() -> None:
+    with pytest.raises(UsageError, match="the nodes of 2 ranks in a world of 3"):
+        assign(replicated(3, [(3,)]), world_size=3, nodes=np.zeros(2, np.int64))

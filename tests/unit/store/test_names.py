@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.errors import StoreError
-from tenuto.store.contract import check_name, check_new_name, check_prefix, check_token, is_leftover
+from tenuto.store.contract import check_name, check_new_name, check_prefix, check_token, final_name, is_leftover
 
 
 @settings(max_examples=150, derandomize=True)
@@ -45,3 +45,9 @@ def test_prefixes_tokens_and_leftovers():
     assert check_prefix("") == ""
     assert check_token("0123abcdEF-_") == "0123abcdEF-_"
     assert is_leftover("runs/a/x.tmp-1") and not is_leftover("runs.tmp-1/a/x")
+    assert is_leftover("runs/a/x.part-1") and not is_leftover("runs.part-1/a/x")
+
+
+@pytest.mark.parametrize("name", ["a.part-1/x", "a.part-1/x.tmp-1", "a.part-1/x.part-2", "a.part-1/x.part-2.tmp-1"])
+def test_a_leftover_belongs_to_an_object(name):
+    assert final_name(name) == "a.part-1/x"

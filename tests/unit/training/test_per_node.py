@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tenuto.maintenance import gc, remove, replicate
 from tenuto.maintenance.verify import assert_whole, execute, plan_verify
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.repository import Repo
+from tenuto.store.local.store import LocalStore
 from tenuto.store.registry import open_store
 
 ROWS = 12
@@ -94,6 +96,22 @@ class Cluster:
         return {f"{int(path.parent.name[5:])}/{path.name}" for path in found}
 
 
+@contextmanager
+def watched_puts(home: Path) -> Iterator[list[str]]:
+    """Yields a list of the packs, and partial copies of packs, that are put into the home."""
+    names: list[str] = []
+    original = LocalStore.put_if_absent
+
+    def watched(self: LocalStore, name: str, content: Any, *, token: str) -> Any:
+        if Path(self.root) == home and ".safetensors" in name:
+            names.append(name.rpartition("/")[2])
+        return original(self, name, content, token=token)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "put_if_absent", watched)
+        yield names
+
+
 class Told:
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -145,15 +163,62 @@ def test_another_number_of_ranks_is_handed_what_it_does_not_find(cluster: Cluste
 def test_only_what_some_rank_lacks_is_put_into_the_home_and_it_is_said(cluster: Cluster) -> None:
     cluster.save(4, 2.0)
     cluster.nodes = {0: "n1", 1: "n1", 2: "n0", 3: "n0"}  # each rank has changed its node
-    told = Told()
+    told, put = Told(), watched_puts(cluster.home)
 
     def work(ranks: Any) -> Any:
         return tenuto.load(cluster.place(ranks), into=part(ranks, 0.0), ranks=ranks, sinks=[told]).state["w"]
 
-    found = cluster.on(4, work)
+    with put as names:
+        found = cluster.on(4, work)
     assert np.array_equal(np.concatenate([_local(one) for one in found]), whole(2.0))
-    assert len(cluster.packs("home")) == 4
-    assert sum("rank-00003.safetensors" in one and "put into" in one for one in told.messages) == 1
+    assert sorted(name.partition(".part-")[0] for name in names) == [
+        f"rank-0000{rank}.safetensors" for rank in range(4)
+    ]
+    assert sum("of 2 packs" in one and "are put into" in one for one in told.messages) == 2, "by a rank of each node"
+    assert not list(cluster.home.rglob("*.safetensors*")), "for as long as ranks read"
+
+
+def test_what_all_nodes_hold_alike_and_is_small_is_handed_to_nobody(cluster: Cluster) -> None:
+    """As AdamW's counts of steps: whoever has written them, all find them."""
+
+    def state(ranks: Any, number: float) -> dict[str, Any]:
+        return {**part(ranks, number), "small": {str(one): np.full((), number) for one in range(20)}}
+
+    cluster.on(4, lambda ranks: tenuto.save(state(ranks, 7.0), cluster.place(ranks), ranks=ranks))
+    assert cluster.packs("home") == {"0/rank-00000.home.safetensors"} < cluster.packs("n0")
+    assert cluster.packs("n1") == {"0/rank-00002.safetensors", "0/rank-00003.safetensors"}
+
+    def load(ranks: Any) -> Any:
+        return tenuto.load(cluster.place(ranks), into=state(ranks, 0.0), ranks=ranks).state
+
+    with watched_puts(cluster.home) as names:
+        found = cluster.on(4, load)
+    assert not names
+    assert {float(one) for state in found for one in state["small"].values()} == {7.0}
+    assert np.array_equal(np.concatenate([_local(one["w"]) for one in found]), whole(7))
+    assert_whole(Repo.open(open_store(cluster.home)))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_what_one_node_holds_alike_stays_there(cluster: Cluster, copies: int) -> None:
+    cluster.nodes, cluster.copies = dict.fromkeys(range(2), "n0"), copies
+    cluster.on(2, lambda ranks: tenuto.save({"small": np.arange(9)}, cluster.place(ranks), ranks=ranks))
+    assert not [name for name in cluster.packs("n0") if ".home." in name]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_killed_restore_has_put_into_the_home_goes_with_the_checkpoint_or_by_gc(cluster: Cluster) -> None:
+    cluster.train(4, 2, keep=tenuto.keep.latest(2))
+    left = [next(cluster.home.rglob(f"step-0000000{step}")) / "rank-00003.safetensors.part-0123" for step in (1, 2)]
+    for one in left:
+        one.write_bytes(b"some of it")
+    assert_whole(Repo.open(open_store(cluster.home)))
+    cluster.train(4, 3, keep=tenuto.keep.latest(2))
+    assert [one.exists() for one in left] == [False, True]
+    for _ in range(2):
+        repo = Repo.open(open_store(cluster.home))
+        gc.execute(repo, gc.plan_gc(repo, grace_s=0.0))
+    assert not left[1].exists() and left[1].parent.exists()
 
 
 def test_a_lost_node_makes_all_ranks_fall_back_together_to_what_is_whole(cluster: Cluster) -> None:

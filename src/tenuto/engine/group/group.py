@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal
 
+import numpy as np
+
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.group_restore import GroupRestore
 from tenuto.engine.group.group_save import GroupCommit
@@ -36,7 +38,7 @@ from tenuto.repo.replicated.members import join
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import BeforeCreate, Repo
-from tenuto.sharding.holdings import rank_names
+from tenuto.sharding.holdings import Column, rank_names
 from tenuto.sharding.write_plan import Strategy
 from tenuto.store.contract import Store, Where
 from tenuto.store.registry import open_store
@@ -78,6 +80,8 @@ class JobGroup:
         self.writers: Strategy = writers
         self.spread = False
         """Whether the repository has other places than its home, which not all ranks may find."""
+        self._nodes: Column | None = None
+        """On the coordinator, the node of each rank, where packs lie on the nodes alone."""
         self.leads = self.coordinates
         """Whether this rank maintains the places that it puts packs into."""
         self._gone = ""
@@ -144,7 +148,7 @@ class JobGroup:
         return self.agreement.round(kind)
 
     def protocol(self, repo: Repo) -> GroupCommit:
-        return GroupCommit(repo, self.agreement, strategy=self.writers, deadline_s=self.timeout_s)
+        return GroupCommit(repo, self.agreement, strategy=self.writers, deadline_s=self.timeout_s, nodes=self._nodes)
 
     def restorer(self, repo: Repo, run: str, prepare: Prepare, emitter: Emitter) -> GroupRestore:
         return GroupRestore(repo, run, prepare, group=self, emitter=emitter)
@@ -183,7 +187,11 @@ class JobGroup:
             round.send(" ".join(members or ["-"]).encode())
             if self.coordinates:
                 found = round.gather(self.timeout_s, phase)
-                leads = [found.index(one) == rank if per_node else rank == 0 for rank, one in enumerate(found)]
+                lowest: dict[bytes, int] = {}
+                nodes = [lowest.setdefault(one, rank) for rank, one in enumerate(found)]
+                leads = [nodes[rank] == rank if per_node else rank == 0 for rank in range(len(found))]
+                if per_node and where.copies == 1:
+                    self._nodes = np.array(nodes, np.int64)
                 round.broadcast(b"same" if per_node or _are_alike(found) else b"", [b"leads" * one for one in leads])
             same = round.receive(self.timeout_s, phase)
             self.leads = round.own_reply() == b"leads"

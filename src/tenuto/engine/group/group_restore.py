@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Container, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.rounds import becomes_visible
+from tenuto.engine.group.hand_over import HandOver
 from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, Skipped, as_damage, choose, exactly, match
-from tenuto.engine.read.copy_packs import copy_packs
 from tenuto.engine.read.node_share import NodePeers, NodeSharedReads
 from tenuto.engine.save.rank_group import RESTORE_TIMES
-from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, TenutoError, in_words
+from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
@@ -26,82 +26,11 @@ from tenuto.ranks.round import REASON, Round
 from tenuto.repo.format.manifest import Aborted, decode_manifest
 from tenuto.repo.lineage import resolve
 from tenuto.repo.replicated.places import places_of
-from tenuto.repo.replicated.replica import exists
-from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.state.restore.match import Unmatched, refuse_unmatched, unmatched_by_all
 
 if TYPE_CHECKING:
     from tenuto.engine.group.group import JobGroup
-
-
-# --------------------------------------------------------------------------------------------------
-# Packs that some rank needs and does not find, and that lie on another rank's node: that rank puts them into the home,
-# for all. Where every rank finds what it needs, this costs one round.
-
-NOWHERE: Final = -1
-
-
-def missing_packs(
-    round: Round, places: ReplicatedStore, needs: Callable[[], Sequence[str]], deadline_s: float
-) -> list[str]:
-    """Returns the packs that some rank needs and does not find, the same on every rank. Raises what `Round.gather`
-    does."""
-    phase = "telling which packs are not found"
-    try:
-        missed = [name for name in needs() if not places.has(name)]
-    except TenutoError:
-        missed = []  # reading them meets the error again, and reports it
-    with round:
-        round.send(canonical_json.dumps(missed))
-        if round.coordinates:
-            names = {name for one in round.gather(deadline_s, phase) for name in canonical_json.loads(one)}
-            round.broadcast(canonical_json.dumps(sorted(names)))
-        return [str(name) for name in canonical_json.loads(round.receive(deadline_s, phase))]
-
-
-def packs_to_hand_over(
-    round: Round, places: ReplicatedStore, names: Sequence[str], rank: int, deadline_s: float
-) -> list[str]:
-    """Returns which of `names` this rank has to put into the home. Raises CorruptionError, on all ranks, where no rank
-    has one of them."""
-    phase = "telling who has the packs that are not found"
-    here = [number for number, name in enumerate(names) if any(exists(store, name) for store in places.others)]
-    with round:
-        round.send(canonical_json.dumps(here))
-        if round.coordinates:
-            givers = [NOWHERE] * len(names)
-            for one, numbers in reversed(list(enumerate(round.gather(deadline_s, phase)))):
-                for number in canonical_json.loads(numbers):
-                    givers[number] = one
-            round.broadcast(canonical_json.dumps(givers))
-        givers = canonical_json.loads(round.receive(deadline_s, phase))
-    if NOWHERE in givers:
-        name = names[givers.index(NOWHERE)]
-        raise CorruptionError(
-            f"{name} is on no node of this job, nor in {places.url}: it was on one that is not here, or is lost",
-            subject=name,
-            object=name,
-        )
-    return [name for name, giver in zip(names, givers, strict=True) if giver == rank]
-
-
-def hand_over(repo: Repo, manifest: Manifest, names: Sequence[str]) -> None:
-    """Copies these packs from this node into the home, with a warning for each. Raises what `copy_packs` does."""
-    places = places_of(repo.store)
-    assert places is not None, "no other place has anything"
-
-    def warn(name: str, nbytes: int) -> None:
-        places.warn(f"{name} ({nbytes / 2**20:,.1f} MiB) is put into {places.url}, for ranks that do not find it")
-
-    if names:
-        copy_packs(repo, manifest, frozenset(names), places.home, warn)
-
-
-def in_home(places: ReplicatedStore, id: CheckpointId, names: Sequence[str]) -> bool:
-    """Returns whether the home shows these packs. Lists them first, which makes a network file system look again."""
-    there = places.home.children(id.directory).objects
-    return all(name.rpartition("/")[2] in there and exists(places.home, name) for name in names)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -329,8 +258,24 @@ class GroupRestore:
         began = time.perf_counter()
         outcome = RankOutcome()
         manifest, matched = self._matched(id, data, outcome)
-        if self.group.spread:
-            self._hand_over(id, manifest, matched)
+        with ExitStack() as stack:
+            if self.group.spread:
+                self._hand_over(id, manifest, matched, stack)
+            ranks = self._read_and_vote(id, matched, node, outcome)
+        try:
+            state = matched.prepared.apply()
+        except BaseException as error:
+            self.raised_by_all = True  # by the next round of the others, which is the end of a load, or the claim
+            self.group.break_off(error)
+            raise
+        seconds = time.perf_counter() - began
+        self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, ranks))
+        return RestoreResult(id, manifest, state, matched.prepared.report, outcome.nbytes, seconds, ranks=ranks)
+
+    def _read_and_vote(
+        self, id: CheckpointId, matched: Matched, node: NodeSharedReads | None, outcome: RankOutcome
+    ) -> RankTimings | None:
+        """Reads this rank's part. Returns, once all ranks have, where the time went on each."""
         own: BaseException | None = None
         began_reading = time.perf_counter()
         try:
@@ -349,26 +294,18 @@ class GroupRestore:
         self._check(verdict, own, id)
         self.raised_by_all = False
         crashpoint("restore voted for, run not yet claimed")
-        try:
-            state = matched.prepared.apply()
-        except BaseException as error:
-            self.raised_by_all = True  # by the next round of the others, which is the end of a load, or the claim
-            self.group.break_off(error)
-            raise
-        seconds = time.perf_counter() - began
-        self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, ranks))
-        return RestoreResult(id, manifest, state, matched.prepared.report, outcome.nbytes, seconds, ranks=ranks)
+        return ranks
 
-    def _hand_over(self, id: CheckpointId, manifest: Manifest, matched: Matched) -> None:
-        """Puts into the home what some rank needs and only this rank's node has."""
+    def _hand_over(self, id: CheckpointId, manifest: Manifest, matched: Matched, stack: ExitStack) -> None:
+        """Puts into the home what some rank needs and only this rank's node has, until `stack` is closed."""
         places, own = places_of(self._repo.store), None
         assert places is not None, "the ranks agreed on it"
-        names = missing_packs(self._open_round(), places, matched.needs, self._deadline_s)
-        if not names:
+        handed = HandOver(self._repo, places, self.group, self._deadline_s)
+        if not handed.agree(matched.needs):
             return
-        ours = packs_to_hand_over(self._open_round(), places, names, self.group.rank, self._deadline_s)
+        stack.callback(handed.end)
         try:
-            hand_over(self._repo, manifest, ours)
+            handed.put(manifest)
         except Exception as error:  # noqa: BLE001 - sent to all, and raised here after the vote
             own = as_damage(error)
         with self._open_round() as round:
@@ -377,10 +314,7 @@ class GroupRestore:
             verdict = round.vote(own is None, reason, self._deadline_s, f"handing on packs of {id}")
         self._check(verdict, own, id)
         self.raised_by_all = False
-        # A network file system remembers for a while that a name was absent; what stays so, reading reports.
-        becomes_visible(
-            lambda: in_home(places, id, names), self.group.timeout_s, self.group.agreement.session.settings.clock
-        )
+        handed.await_visible(id)
 
     def _matched(self, id: CheckpointId, data: Callable[[], bytes], outcome: RankOutcome) -> tuple[Manifest, Matched]:
         """Matches the checkpoint on every rank with what it holds. Where it does not fit some rank, or all leave some

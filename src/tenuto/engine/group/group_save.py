@@ -52,6 +52,7 @@ from tenuto.repo.format.object_names import BOXES
 from tenuto.repo.format.shard_table import encode_boxes
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.repository import Repo
+from tenuto.sharding.holdings import Column
 from tenuto.sharding.merge_trees import unite
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.contract import Flattened
@@ -147,13 +148,20 @@ class GroupCommit:
     """The ranks of one job and run, saving together. Each of them calls the same methods for the same saves."""
 
     def __init__(
-        self, repo: Repo, agreement: Agreement, *, strategy: Strategy = "balanced", deadline_s: float = SAVE_DEADLINE_S
+        self,
+        repo: Repo,
+        agreement: Agreement,
+        *,
+        strategy: Strategy = "balanced",
+        deadline_s: float = SAVE_DEADLINE_S,
+        nodes: Column | None = None,
     ) -> None:
+        """`nodes`: as `assign` takes them; the coordinator's count."""
         self._repo = repo
         self._agreement = agreement
         self._deadline_s = deadline_s
         self._rounds = SaveRounds(deadline_s, self._forget)
-        self._planning = GroupPlanner(agreement, self._rounds, strategy, repo.chunk_bytes)
+        self._planning = GroupPlanner(agreement, self._rounds, strategy, repo.chunk_bytes, nodes)
         self._share: WriteAssignment | None = None
         self._saves: dict[str, _SaveInProgress] = {}
         self._replicas = ReplicaDigests()

@@ -146,6 +146,8 @@ _KINDS: Final[tuple[Kind, ...]] = (
     ("numbers", "U64", "<u8"),
     ("compare", "U64", "<u8"),
 )
+_IN_HOME: Final[tuple[Kind, ...]] = (("in_home", "U64", "<u8"),)
+"""Of plans where some rank writes for the home."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,11 +172,17 @@ class GroupPlan:
 
 
 def plan_group(
-    layouts: Sequence[RankLayout], trees: Mapping[str, Json], *, strategy: Strategy = "balanced", chunk_bytes: int
+    layouts: Sequence[RankLayout],
+    trees: Mapping[str, Json],
+    *,
+    strategy: Strategy = "balanced",
+    chunk_bytes: int,
+    nodes: Column | None = None,
 ) -> tuple[GroupPlan, list[bytes]]:
     """Returns the plan for these ranks, and each rank's own part of it, encoded.
 
     trees: by digest, those of all ranks.
+    nodes: as `assign` takes them.
 
     Raises ShardMismatch, naming leaf and ranks, where they disagree, or do not hold every element of every leaf.
     """
@@ -189,7 +197,14 @@ def plan_group(
     layer = layers(union.paths) if strategy == "layer" else None
     size = PIECE_BYTES if strategy == "size" else None
     made = assign(
-        held, world_size=len(layouts), strategy=strategy, layer=layer, size=size, chunk_bytes=chunk_bytes, found=found
+        held,
+        world_size=len(layouts),
+        strategy=strategy,
+        layer=layer,
+        size=size,
+        chunk_bytes=chunk_bytes,
+        nodes=nodes,
+        found=found,
     )
     boxes = written(held, made)
     check_coverage(boxes)
@@ -224,7 +239,10 @@ def _shares(held: Holdings, made: Assignment, replicas: ReplicaGroups, numbers: 
     row, offsets, shape = held.row[made.holding], made.offsets, made.shape
     compare, nothing, highest = replicas.set + 1, np.zeros(0, np.int64), np.array([held.leaves])
     every = {"row": row, "offsets": offsets, "shape": shape, "numbers": highest, "compare": compare}
-    kinds, found = narrowest(every, _KINDS), []
+    in_home = bool(made.in_home.any())
+    if in_home:
+        every["in_home"] = np.diff(lines).max(keepdims=True)
+    kinds, found = narrowest(every, (*_IN_HOME, *_KINDS) if in_home else _KINDS), []
     for rank, own in enumerate(numbers):
         mine = slice(lines[rank], lines[rank + 1])
         columns = {
@@ -234,6 +252,8 @@ def _shares(held: Holdings, made: Assignment, replicas: ReplicaGroups, numbers: 
             "numbers": nothing if own is None else own,
             "compare": compare[rows[rank] : rows[rank + 1]],
         }
+        if in_home:
+            columns["in_home"] = np.flatnonzero(made.in_home[mine])
         found.append(encode_columns(columns, kinds))
     return found
 
@@ -281,7 +301,7 @@ class WriteAssignment:
         """`head`: what was broadcast to all ranks; `data`: to this one. Raises CorruptionError for what is no plan of
         this structure."""
         name = f"the plan for rank {rank}"
-        columns = decode_columns(data, _KINDS, narrow=True, name=name, what="a plan")
+        columns = decode_columns(data, _KINDS, more=_IN_HOME, narrow=True, name=name, what="a plan")
         try:
             axes, leaves = int(head["axes"]), int(head["leaves"])
             self.fingerprint = str(head["fingerprint"])
@@ -290,10 +310,17 @@ class WriteAssignment:
         shared = shared_rows(flattened)
         rows, numbers = columns["row"].tolist(), columns["numbers"].astype(np.int64)
         compare = columns["compare"].astype(np.int64)
+        in_home = columns.get("in_home", compare[:0]).tolist()
         if not len(numbers):
             numbers = np.arange(tree_leaves(flattened))
-        if len(numbers) != tree_leaves(flattened) or max(rows, default=-1) >= shared or len(compare) != shared:
+        if (
+            len(numbers) != tree_leaves(flattened)
+            or max(rows, default=-1) >= shared
+            or len(compare) != shared
+            or max(in_home, default=-1) >= len(rows)
+        ):
             raise CorruptionError(f"{name} is for another structure", subject=name)
+        self._in_home = frozenset(in_home)
         self.own = flattened.fingerprint
         self.leaves = leaves
         self.numbers = numbers
@@ -326,6 +353,7 @@ class WriteAssignment:
             reports=flattened.reports,
             leaf=self._leaf,
             shared=self.leaves,
+            in_home=self._in_home,
         )
 
 
@@ -354,11 +382,20 @@ PLANNING: Final = "planning who writes what"
 
 
 class GroupPlanner:
-    def __init__(self, agreement: Agreement, rounds: SaveRounds, strategy: Strategy, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        rounds: SaveRounds,
+        strategy: Strategy,
+        chunk_bytes: int,
+        nodes: Column | None = None,
+    ) -> None:
+        """`nodes`: as `assign` takes them; the coordinator's count."""
         self._agreement = agreement
         self._rounds = rounds
         self._strategy: Strategy = strategy
         self._chunk_bytes = chunk_bytes
+        self._nodes = nodes
         self._layouts: list[RankLayout] = []
         self.plan: GroupPlan | None = None
         """Of the structure that was planned last, on the coordinator."""
@@ -412,7 +449,9 @@ class GroupPlanner:
     def _broadcast_plan(self, round: Round, save: Save, trees: dict[str, Json]) -> None:
         layouts, self._layouts = self._layouts, []
         try:
-            plan, shares = plan_group(layouts, trees, strategy=self._strategy, chunk_bytes=self._chunk_bytes)
+            plan, shares = plan_group(
+                layouts, trees, strategy=self._strategy, chunk_bytes=self._chunk_bytes, nodes=self._nodes
+            )
         except (RanksDisagree, ShardMismatch) as error:
             round.broadcast(refusal(error, save.step).encode())
             return

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
+
+from tenuto.codec.chunk_map import Span
 from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.engine.read.leaf_reader import read_leaves
 from tenuto.errors import CheckpointNotFound, CorruptionError, NothingRestorable, StoreError, in_words, typed
@@ -258,12 +261,12 @@ class Matched:
 
     read: fills the target, all but plain values, which `prepared.apply` sets; returns the bytes. Takes the shared reads
         of the node's ranks, each of which does the same.
-    needs: returns the names of the packs that `read` reads from.
+    needs: returns what `read` reads: by the name of a pack ranges of it, in whole chunks.
     """
 
     prepared: Prepared
     read: Callable[[NodeSharedReads | None], int]
-    needs: Callable[[], Sequence[str]]
+    needs: Callable[[], Mapping[str, Span]]
 
 
 def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of: int = 1, emitter: Emitter) -> Matched:
@@ -275,44 +278,44 @@ def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of
         prepared = prepare(manifest, index)
         if prepared.boxes is None:
             return _matched(
-                repo,
-                manifest,
                 prepared,
                 lambda _: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter),
-                lambda: [0],
+                dict,  # one process has nobody who could hand it anything
             )
         from tenuto.engine.read.sharded_reader import ShardedReader  # only where leaves lie in parts
 
         reader = ShardedReader(repo, manifest, own, emitter)
-        return _matched(repo, manifest, prepared, lambda _: reader.read(prepared), lambda: reader.savers(prepared))
+        return _matched(prepared, lambda _: reader.read(prepared), lambda: reader.needs(prepared))
     from tenuto.engine.read.sharded_reader import ShardedReader
 
     reader = ShardedReader(repo, manifest, own, emitter)
     prepared = prepare(manifest, reader.full)
-    return _matched(repo, manifest, prepared, lambda node: reader.read(prepared, node), lambda: reader.savers(prepared))
+    return _matched(prepared, lambda node: reader.read(prepared, node), lambda: reader.needs(prepared))
 
 
 def _matched(
-    repo: Repo,
-    manifest: Manifest,
     prepared: Prepared,
     read: Callable[[NodeSharedReads | None], int],
-    savers: Callable[[], Sequence[int]],
+    needs: Callable[[], Mapping[str, Span]],
 ) -> Matched:
-    """`savers`: the ranks from whose packs `read` reads. Another rank's private values are read last."""
+    """Another rank's private values are read last."""
     other = prepared.other_rank
+    if other is None:
+        return Matched(prepared, read, needs)
 
     def read_all(node: NodeSharedReads | None) -> int:
         nbytes = read(node)
-        if other is not None:
-            other[1]()
+        other.read()
         return nbytes
 
-    def needs() -> list[str]:
-        ranks = sorted({*savers(), *(() if other is None else other[:1])})
-        return [f"{manifest.id.directory}/{pack.name}" for one in ranks for pack in repo.packs(manifest, one)]
+    def all_needs() -> dict[str, Span]:
+        found = dict(needs())
+        for name, (low, high) in other.needs().items():
+            before = found.get(name, (low[:0], high[:0]))
+            found[name] = np.concatenate([before[0], low]), np.concatenate([before[1], high])
+        return found
 
-    return Matched(prepared, read_all, needs)
+    return Matched(prepared, read_all, all_needs)
 
 
 def fetch(

@@ -41,15 +41,27 @@ class ChunkRun:
     chunks: Chunks
 
 
-def chunk_runs(chunks: ChunkMap, piece_bytes: int = PIECE_BYTES) -> Iterator[ChunkRun]:
+def chunk_runs(
+    chunks: ChunkMap, piece_bytes: int = PIECE_BYTES, *, pack: int | None = None, span: Span | None = None
+) -> Iterator[ChunkRun]:
     """Yields all chunks of all packs, cut into pieces of about `piece_bytes`, in order. Reading the index has checked
-    that its rows cover every byte after each pack's header exactly once."""
-    found = chunks.chunks()
+    that its rows cover every byte after each pack's header exactly once.
+
+    pack: only those of this pack.
+    span: only those that hold some of bytes `span[0][i] .. span[1][i] - 1` of it, ranges in order that do not overlap.
+    """
+    found = chunks.chunks(None if pack is None else np.flatnonzero(chunks.pack == pack))
+    if span is not None:
+        # The first range that ends behind the chunk's first byte is the first that may meet it.
+        coming = np.searchsorted(span[1], found.offset, side="right")
+        begins = np.append(span[0], np.iinfo(np.int64).max)
+        found = found.take(np.flatnonzero(begins[coming] < found.end))
     if not len(found):
         return
     found = found.take(np.lexsort((found.offset, found.pack)))
     group = found.offset // piece_bytes
-    cuts = (np.flatnonzero((np.diff(group) != 0) | (np.diff(found.pack) != 0)) + 1).tolist()
+    apart = (np.diff(group) != 0) | (np.diff(found.pack) != 0) | (found.offset[1:] != found.end[:-1])
+    cuts = (np.flatnonzero(apart) + 1).tolist()
     for low, high in zip([0, *cuts], [*cuts, len(found)], strict=True):
         yield _run(found.take(slice(low, high)))
 

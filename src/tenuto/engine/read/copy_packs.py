@@ -1,9 +1,11 @@
-"""Copies packs from one place to another as they are, every byte verified on the way: damage is not copied."""
+"""Copies packs, or parts of them, from one place to another, every byte verified on the way: damage is not copied."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap
 from tenuto.codec.digest import digest
@@ -13,16 +15,21 @@ from tenuto.engine.read.packs import OpenPack, missing
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError
 from tenuto.model.records import Index, Manifest
 from tenuto.repo.format.object_names import index_file
+from tenuto.repo.replicated.partial_copy import PartialCopy, encode_ranges
 from tenuto.repo.replicated.places import copies_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Reader, Store
 
 
 def copy_packs(
-    repo: Repo, manifest: Manifest, wanted: Collection[str], target: Store, report: Callable[[str, int], None]
+    repo: Repo,
+    manifest: Manifest,
+    wanted: Mapping[str, PartialCopy | None],
+    target: Store,
+    report: Callable[[str, int], None],
 ) -> None:
-    """Copies the packs that are `wanted`, by name, from any place that has them undamaged to `target`; reports name and
-    bytes of each.
+    """Copies the packs that are `wanted`, by name, all of a pack (None) or a part, from any place that has them
+    undamaged to `target`; reports name and bytes of each.
 
     Raises what `copy_pack` does, and CheckpointNotFound where the checkpoint was removed meanwhile: then the copies are
     deleted again.
@@ -35,9 +42,10 @@ def copy_packs(
         for pack in repo.packs(manifest, rank):
             name = f"{manifest.id.directory}/{pack.name}"
             if name in wanted:
-                nbytes = copy_pack(repo, manifest, rank, pack.name, target=target)
+                part = wanted[name]
+                nbytes = copy_pack(repo, manifest, rank, pack.name, target=target, part=part)
                 if nbytes:
-                    put.append(name)
+                    put.append(name if part is None else part.name)
                     report(name, nbytes)
     crashpoint("packs copied, checkpoint not looked for again")
     if not repo.exists(manifest.id):
@@ -45,9 +53,11 @@ def copy_packs(
         raise CheckpointNotFound(f"{manifest.id} was removed while it was copied", subject=str(manifest.id))
 
 
-def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, target: Store) -> int:
-    """Copies one pack of a checkpoint's rank from the first place that has it undamaged; returns its bytes, 0 if
-    `target` has it.
+def copy_pack(
+    repo: Repo, manifest: Manifest, rank: int, file: str, *, target: Store, part: PartialCopy | None = None
+) -> int:
+    """Copies one pack of a checkpoint's rank, or a part of it, from the first place that has it undamaged; returns the
+    bytes that were put, 0 if `target` has it.
 
     Raises CorruptionError if no place has what was saved, and StoreError; then nothing was put. A reader of `target`
     may rely on the pack only while the checkpoint is there, which the caller checks afterwards.
@@ -59,9 +69,9 @@ def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, target: S
     for source in copies_of(repo.store, name):
         try:
             with source.open(name) as reader:
-                content = VerifiedContent(repo, manifest, reader, index, number)
+                content = VerifiedContent(repo, manifest, reader, index, number, part=part)
                 # Others may copy it at the same time: each by a temporary of its own.
-                target.put_if_absent(name, content, token=secrets.token_hex(16))
+                target.put_if_absent(name if part is None else part.name, content, token=secrets.token_hex(16))
             return content.length
         except AlreadyExists:
             return 0
@@ -71,31 +81,50 @@ def copy_pack(repo: Repo, manifest: Manifest, rank: int, file: str, *, target: S
 
 
 class VerifiedContent:
-    """A pack's bytes as they lie in a store. Raises CorruptionError, in the middle of them, where they are not what the
-    index says."""
+    """A pack's bytes as they lie in a store, or the partial copy of a pack. Raises CorruptionError, in the middle of
+    them, where they are not what the index says."""
 
-    def __init__(self, repo: Repo, manifest: Manifest, reader: Reader, index: Index, number: int) -> None:
+    def __init__(
+        self,
+        repo: Repo,
+        manifest: Manifest,
+        reader: Reader,
+        index: Index,
+        number: int,
+        *,
+        part: PartialCopy | None = None,
+    ) -> None:
         """`reader`: of pack `number` of the index, in any place."""
         self._entry = index.packs[number]
         self._pack = OpenPack(f"{manifest.id.directory}/{self._entry.name}", reader, None)
         self._index = index
-        self._number = number
         self._chunks = ChunkMap.of(index)
         self._reader = ChunkReader(repo, manifest.id, self._chunks, index.packs)
+        span = None if part is None else part.span
+        self._runs = list(chunk_runs(self._chunks, pack=number, span=span))
+        self._ranges = b"" if part is None else self._encoded_ranges()
+
+    def _encoded_ranges(self) -> bytes:
+        """Returns what stands before the bytes of a partial copy: the pack's header, and the chunks of the runs."""
+        bounds = [(0, self._entry.header_length), *((run.start, run.stop) for run in self._runs)]
+        low, high = np.array(bounds, np.int64).T
+        return encode_ranges((low, high), self._entry.length)
 
     @property
     def length(self) -> int:
-        return self._entry.length
+        data = self._entry.header_length + sum(run.stop - run.start for run in self._runs)
+        return len(self._ranges) + data
 
     def pieces(self) -> Iterator[memoryview]:
         entry, pack, name = self._entry, self._pack, self._pack.name
         if pack.reader.length != entry.length:
             message = f"{name} is {pack.reader.length} bytes long; {entry.length} were saved"
             raise CorruptionError(message, subject=name, object=name)
+        if self._ranges:
+            yield memoryview(self._ranges)
         header = AlignedBuffers().fetch(pack, 0, entry.header_length)
         if digest(header) != entry.header_digest:
             raise CorruptionError(f"the header of {name} is damaged", subject=name, object=name)
         yield header.data
-        for run in chunk_runs(self._chunks):
-            if run.pack == self._number:
-                yield self._reader.read_run(pack, run, lambda row: self._index.specs[row].path).data
+        for run in self._runs:
+            yield self._reader.read_run(pack, run, lambda row: self._index.specs[row].path).data

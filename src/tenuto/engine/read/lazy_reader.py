@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
@@ -69,10 +69,19 @@ class LazyReader:
     place."""
 
     def __init__(
-        self, repo: Repo, id: CheckpointId, table: Table, packs: Callable[[PackEntry], OpenPack] | None = None
+        self,
+        repo: Repo,
+        id: CheckpointId,
+        table: Table,
+        packs: Callable[[PackEntry], OpenPack] | None = None,
+        *,
+        opened: Iterable[int] | None = None,
     ) -> None:
-        """Opens the packs. Raises CorruptionError where one is missing or has another length than was saved. `packs`:
-        supplies open packs instead, which stay its own."""
+        """Opens the packs. Raises CorruptionError where one is missing or has another length than was saved.
+
+        packs: supplies open packs instead, which stay its own.
+        opened: the packs to open now; None: all, as far as that is not too many.
+        """
         self._repo = repo
         self._id = id
         self._table = table
@@ -90,7 +99,7 @@ class LazyReader:
         self._closed = False
         self.bytes_read = 0
         try:
-            for number in range(min(len(table.packs), OPENED_AT_ONCE)):
+            for number in range(min(len(table.packs), OPENED_AT_ONCE)) if opened is None else opened:
                 self._pack(number)
         except BaseException:
             self.close()

@@ -8,16 +8,17 @@ opened.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import prod
 from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 
-from tenuto.codec.chunk_map import ChunkMap
+from tenuto.codec.chunk_map import ChunkMap, Span
 from tenuto.concurrency.worker_threads import COPY_THREADS, READ_THREADS, parallel_for
 from tenuto.engine.read.choose import FullLeaves
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
@@ -45,7 +46,7 @@ from tenuto.repo.repository import Repo
 from tenuto.sharding.coalesce import cut
 from tenuto.sharding.coverage import check_coverage
 from tenuto.sharding.holdings import Column, Holdings, every, padded, spread
-from tenuto.sharding.reshard import Overlap, Reshard, bands, pieces, reshard, runs
+from tenuto.sharding.reshard import Overlap, Reshard, bands, pieces, reshard, runs, saved_spans
 from tenuto.state.contract import Buffer, Prepared, Sink
 from tenuto.state.restore.match import match_state
 from tenuto.state.tree import leaf_paths
@@ -262,13 +263,26 @@ class ShardedReader:
                 sink.fill(np.empty(0, np.uint8))
         return self._total
 
-    def savers(self, prepared: Prepared) -> list[int]:
-        """Returns the ranks from whose packs `read` reads. Raises like it."""
+    def needs(self, prepared: Prepared) -> dict[str, Span]:
+        """Returns what `read` reads: by the name of a pack ranges of it, in whole chunks. Raises like it."""
         laid = self._plan_of(prepared)
-        savers = set(np.unique(laid.saved.rank[laid.plan.saved]).tolist())
-        if laid.private and self._own is not None:
-            savers.add(self._own)
-        return sorted(savers)
+        saved, plan = laid.saved, laid.plan
+        own = self._private(laid.private)
+        rank, row, length = (np.array([one[at] for one in own], np.int64) for at in range(3))
+        low, high = saved_spans(plan, saved)
+        stored = self._stored(
+            np.concatenate([saved.rank[plan.saved].astype(np.int64), rank]),
+            np.concatenate([saved.row[plan.saved], row]),
+            (np.concatenate([low, np.zeros_like(length)]), np.concatenate([high, length])),
+        )
+        found = stored.merged(gap=0)
+        needs: dict[str, Span] = {}
+        for number in np.unique(stored.pack).tolist():  # also one of which only rows of no bytes are read
+            lines = slice(*np.searchsorted(found.pack, (number, number + 1)).tolist())
+            saver, pack = divmod(number, _pack_number(1, 0))
+            name = f"{self._manifest.id.directory}/{self._of(saver).packs[pack].name}"
+            needs[name] = found.low[lines], found.high[lines]
+        return needs
 
     def _plan_of(self, prepared: Prepared) -> _RestorePlan:
         """Plans what is wanted and where it is, once."""
@@ -389,7 +403,10 @@ class ShardedReader:
         try:
             for one in cuts:
                 if one.saver not in readers:
-                    readers[one.saver] = LazyReader(self._repo, self._manifest.id, self._of(one.saver))
+                    table = self._of(one.saver)
+                    rows = np.array([cut.row for cut in cuts if cut.saver == one.saver], np.int64)
+                    packs = np.unique(table.pack[rows]).tolist()
+                    readers[one.saver] = LazyReader(self._repo, self._manifest.id, table, opened=packs)
             self._read_cuts(cuts, readers)
         finally:
             for reader in readers.values():
@@ -413,27 +430,27 @@ class ShardedReader:
         piece = node.piece_bytes(self._manifest.chunk_bytes)
         runs, cuts = segments.runs.split(piece), segments.cuts(piece)
         savers = sorted({*runs.saver.tolist(), *(one.saver for one in cuts)})
-        packs = {number: pack for saver in savers for number, pack in self._open(saver, node.resources)}
         places = self._places(runs, cuts)
+        packs = {number: self._open(number, node.resources) for number in np.unique(places.pack).tolist()}
         asking = np.isin(places.pack, [number for number, pack in packs.items() if pack.view is None])
         shared = node.join(places.take(np.flatnonzero(asking)).merged(), packs)
         step = np.zeros(len(places), np.int64) if shared is None else shared.group_of(places.pack, places.high)
         id, readers = self._manifest.id, {}
         for saver in savers:
             table = self._of(saver)
-            readers[saver] = LazyReader(self._repo, id, table, _packs_of(node, table))
+            readers[saver] = LazyReader(self._repo, id, table, _packs_of(node, table), opened=())
         for group in np.unique(step).tolist():
             node.advance(group)
             lines = np.flatnonzero(step == group)
             self._read_runs(runs.take(lines[lines < len(runs)]), node)
             self._read_cuts([cuts[line - len(runs)] for line in lines[lines >= len(runs)].tolist()], readers)
 
-    def _open(self, saver: int, stack: ExitStack) -> Iterator[tuple[int, OpenPack]]:
-        """Opens the packs of a rank; yields them by the numbers that are the same on all ranks."""
-        for number, entry in enumerate(self._of(saver).packs):
-            pack = open_pack(self._repo, self._manifest.id, entry, header=True)
-            stack.callback(pack.close)
-            yield _pack_number(saver, number), pack
+    def _open(self, number: int, stack: ExitStack) -> OpenPack:
+        """Opens the pack of this number, which is the same on all ranks."""
+        saver, pack = divmod(number, _pack_number(1, 0))
+        found = open_pack(self._repo, self._manifest.id, self._of(saver).packs[pack], header=True)
+        stack.callback(found.close)
+        return found
 
     def _places(self, runs: ContiguousReads, cuts: Sequence[BoxRead]) -> PackRanges:
         """Returns where the chunks of each run, then of each cut, lie in the packs."""
@@ -442,6 +459,11 @@ class ShardedReader:
         row = np.concatenate([runs.row, np.array([one.row for one in cuts], np.int64)])
         low = np.concatenate([runs.first, np.array([begin for begin, _ in spans], np.int64)])
         high = np.concatenate([runs.stop, np.array([end for _, end in spans], np.int64)])
+        return self._stored(saver, row, (low, high))
+
+    def _stored(self, saver: Column, row: Column, span: Span) -> PackRanges:
+        """Returns where the chunks with these bytes of these rows lie in the packs."""
+        low, high = span
         found = PackRanges(np.zeros_like(row), np.zeros_like(row), np.zeros_like(row))
         for one in np.unique(saver).tolist():
             table, at = self._of(one), np.flatnonzero(saver == one)
@@ -503,14 +525,31 @@ def _packs_of(node: NodeSharedReads, table: Table) -> Callable[[PackEntry], Open
 # Private values of one rank, read by another: where a run is resumed by another number of ranks.
 
 
-def private_index_entry(repo: Repo, manifest: Manifest, rank: int, name: str, emitter: Emitter) -> dict[str, Any]:
-    """Returns one entry of the private tree of a rank, as new values; empty where it has none. Raises CorruptionError
-    where its leaves are damaged."""
-    parts = ShardedReader(repo, manifest, rank, emitter)
-    if parts.full.private is None:
-        return {}
-    found: dict[str, dict[str, Any]] = {name: {}}
-    prepared = match_state(manifest.tree, parts.full.private, parts.full.specs, {}, private_into=found)
-    parts.read(prepared)
-    prepared.apply()
-    return found[name]
+class PrivateEntry:
+    """One entry of the private tree of a rank, as new values; empty where it has none."""
+
+    def __init__(self, repo: Repo, manifest: Manifest, rank: int, name: str, emitter: Emitter) -> None:
+        self._arguments = repo, manifest, rank, emitter
+        self._name = name
+        self._found: dict[str, dict[str, Any]] = {name: {}}
+
+    @cached_property
+    def _parts(self) -> tuple[ShardedReader, Prepared] | None:
+        repo, manifest, rank, emitter = self._arguments
+        parts = ShardedReader(repo, manifest, rank, emitter)
+        if parts.full.private is None:
+            return None
+        full = parts.full
+        return parts, match_state(manifest.tree, full.private, full.specs, {}, private_into=self._found)
+
+    def needs(self) -> dict[str, Span]:
+        """Returns what `read` reads, as `ShardedReader.needs`."""
+        return {} if self._parts is None else self._parts[0].needs(self._parts[1])
+
+    def read(self) -> dict[str, Any]:
+        """Returns the entry. Raises CorruptionError where its leaves are damaged."""
+        if self._parts is not None:
+            parts, prepared = self._parts
+            parts.read(prepared)
+            prepared.apply()
+        return self._found[self._name]

@@ -4,13 +4,13 @@ Leaves are ordered by the largest power of two, 64 at most, that divides their l
 is aligned to that power without a hole, for safetensors refuses holes. Large tensors begin at lines of the processor's
 cache then: a copy into the image takes longer where they do not. A pack's tensors begin at a multiple of
 4096; packs too, so that an image is written in aligned blocks. Beyond a header of 64 MiB or 500,000 leaves a further
-pack is begun.
+pack is begun. Leaves that the home is to have too are in packs of their own, behind the others.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ import numpy as np
 from tenuto.codec.digest import digest
 from tenuto.errors import DuplicatePath, UsageError
 from tenuto.model.leaf import METADATA, DType, LeafSpec, dtype
+from tenuto.repo.format.object_names import pack_file
 from tenuto.repo.format.safetensors import ALIGNMENT, entry_text, pad_header
 
 SAVE_ID_KEY: Final = "tenuto.save_id"
@@ -88,30 +89,37 @@ class BufferLayout:
 
 
 def plan_layout(
-    specs: Sequence[LeafSpec], *, rank: int = 0, max_header: int = 64 << 20, max_leaves: int = 500_000
+    specs: Sequence[LeafSpec],
+    *,
+    rank: int = 0,
+    in_home: Collection[int] = (),
+    max_header: int = 64 << 20,
+    max_leaves: int = 500_000,
 ) -> BufferLayout:
-    """Plans the layout of these leaves in rank `rank`'s image. Raises DuplicatePath if two leaves have one path, or two
-    parts of a leaf the same offsets."""
+    """Plans the layout of these leaves in rank `rank`'s image; `in_home`: as `Flattened.in_home`. Raises DuplicatePath
+    if two leaves have one path, or two parts of a leaf the same offsets."""
     forms = _forms(specs)
     order = _arrange(specs, forms)
+    home = np.isin(order, list(in_home))
     count = len(specs)
     length = np.fromiter((form.nbytes for form in forms), np.int64, count)
     pack, offset, start = (np.zeros(count, np.int64) for _ in range(3))
     packs: list[PackPlan] = []
     templates: list[bytes] = []
     at = 0
-    for first, stop, template in _split(specs, forms, order, max_header, max_leaves):
-        members = order[first:stop]
-        ends = np.cumsum(length[members])
-        begins = len(template) + ends - length[members]
-        plan = PackPlan(
-            _pack_name(rank, len(packs)), at, len(template), len(template) + int(ends[-1] if len(ends) else 0)
-        )
-        pack[members], offset[members], start[members] = len(packs), begins, begins + at
-        packs.append(plan)
-        templates.append(template)
-        at = _aligned(at + plan.length)
-    return BufferLayout(tuple(packs), at, pack, offset, start, length, order, tuple(templates))
+    groups = [order[~home], order[home]] if in_home else [order]
+    for group, leaves in enumerate(groups):
+        for number, (first, stop, template) in enumerate(_split(specs, forms, leaves, max_header, max_leaves)):
+            members = leaves[first:stop]
+            ends = np.cumsum(length[members])
+            begins = len(template) + ends - length[members]
+            nbytes = len(template) + int(ends[-1] if len(ends) else 0)
+            plan = PackPlan(pack_file(rank, number, home=group > 0), at, len(template), nbytes)
+            pack[members], offset[members], start[members] = len(packs), begins, begins + at
+            packs.append(plan)
+            templates.append(template)
+            at = _aligned(at + plan.length)
+    return BufferLayout(tuple(packs), at, pack, offset, start, length, np.concatenate(groups), tuple(templates))
 
 
 def stored_name(spec: LeafSpec) -> str:
@@ -191,10 +199,6 @@ def _split(
 
 def _template(parts: list[str]) -> bytes:
     return pad_header(_PREFIX + "0" * SAVE_ID_CHARACTERS + '"}' + "".join("," + part for part in parts) + "}")
-
-
-def _pack_name(rank: int, number: int) -> str:
-    return f"rank-{rank:05d}.safetensors" if number == 0 else f"rank-{rank:05d}.{number:02d}.safetensors"
 
 
 def _save_id(save_id: str) -> bytes:

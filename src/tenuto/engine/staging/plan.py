@@ -127,7 +127,7 @@ class StagingBuffer(Generic[Source]):
         if self.plan is not None and self.fits(flattened):
             return self.plan
         self.plan = None  # its views would keep the memory that is given back before more is asked for
-        layout = plan_layout(flattened.specs, rank=self._rank)
+        layout = plan_layout(flattened.specs, rank=self._rank, in_home=flattened.in_home)
         arena = self.memory.acquire(layout.nbytes, step=self._chunk_bytes)
         capturer = Capturer(flattened, layout, arena)
         if arena.window is not None:

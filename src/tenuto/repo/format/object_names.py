@@ -7,7 +7,7 @@ from typing import Final
 
 from tenuto.errors import CorruptionError, UsageError
 from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
-from tenuto.store.contract import TEMPORARY
+from tenuto.store.contract import final_name
 
 REPOSITORY: Final = "tenuto.json"
 REPOSITORY_COPY: Final = "tenuto.copy.json"
@@ -24,7 +24,8 @@ BOXES: Final = "boxes.index"
 NOTES: Final = "notes"
 
 _PACKS: Final = (".safetensors", ".pack")
-_PART: Final = re.compile(r"rank-[0-9]{5,}(\.index|(\.[0-9]{2,})?\.safetensors)", re.ASCII)
+_PART: Final = re.compile(r"rank-[0-9]{5,}(\.index|(\.home)?(\.[0-9]{2,})?\.safetensors)", re.ASCII)
+_HOME_PACK: Final = re.compile(r"rank-[0-9]{5,}\.home(\.[0-9]{2,})?\.safetensors", re.ASCII)
 _PLACE: Final = re.compile(r"[0-9a-f]{12}-[0-9a-f]{32}\.json", re.ASCII)
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
 _RESERVED: Final = frozenset({BEGIN, MANIFEST, NOTES})
@@ -53,6 +54,12 @@ def begin_name(id: CheckpointId) -> str:
 
 def index_file(rank: int) -> str:
     return f"rank-{rank:05d}.index"
+
+
+def pack_file(rank: int, number: int, *, home: bool = False) -> str:
+    """Returns the name of a rank's pack. `home`: of one that `is_home_pack`, which are numbered by themselves."""
+    further = f".{number:02d}" if number else ""
+    return f"rank-{rank:05d}{'.home' if home else ''}{further}.safetensors"
 
 
 def notes_directory(id: CheckpointId) -> str:
@@ -126,6 +133,11 @@ def is_pack(name: str) -> bool:
     return name.endswith(_PACKS) and _in_step(name)
 
 
+def is_home_pack(name: str) -> bool:
+    """Returns whether `name` is that of a pack with what ranks on several nodes need, which the home has too."""
+    return _HOME_PACK.fullmatch(name.rpartition("/")[2]) is not None and _in_step(name)
+
+
 def is_index(name: str) -> bool:
     return name.endswith(".index") and _in_step(name)
 
@@ -158,7 +170,7 @@ def is_step(prefix: str) -> bool:
 
 def may_be_replicated(name: str) -> bool:
     """Returns whether an object, or a temporary of it, may be in places other than the home."""
-    final = name.partition(TEMPORARY)[0]
+    final = final_name(name)
     return is_pack(final) or is_copied(final) or (final.endswith(f"/{BEGIN}") and _in_step(final))
 
 

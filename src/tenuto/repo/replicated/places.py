@@ -83,11 +83,12 @@ def reporting_to(store: Store, report: Callable[[str], None]) -> Iterator[None]:
 
 class PerNode(ReplicatedStore):
     """Packs in a `directory` of each node's own (such as its disk), everything else in `home`, which all nodes share.
-    With `copies=2` each pack is in the home too, so that losing a node loses nothing.
+    Tensors of at most 64 KiB that several nodes hold alike are in both. With `copies=2` each pack is in the home too,
+    so that losing a node loses nothing.
 
     When a node lacks something at a restore, as after a change in the number of ranks, the node that has it puts it
-    into the home. Without a copy there, a checkpoint that is partly on a lost node is skipped with a warning. `node`:
-    the name of the node, if host names are not unique.
+    into the home until all have read. Without a copy there, a checkpoint that is partly on a lost node is skipped with
+    a warning. `node`: the name of the node, if host names are not unique.
     """
 
     def __init__(self, directory: Where, *, home: Where, copies: int = 1, node: str = "") -> None:

@@ -9,7 +9,7 @@ these places after the home has it: all places of a repository, copied into one 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +18,7 @@ from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreD
 from tenuto.model import canonical_json
 from tenuto.model.records import Receipt
 from tenuto.repo.format import object_names
+from tenuto.repo.replicated.partial_copy import PartialReader
 from tenuto.repo.replicated.replica import LruCache, Replica, ReplicaChoice, UnreachableReplica, exists
 from tenuto.store.contract import (
     Bytes,
@@ -95,6 +96,8 @@ class ReplicatedStore:
         self.unreachable: Callable[[], Sequence[UnreachableReplica]] = tuple
         self.mirrors: Sequence[Store] = ()
         """Those of `found_members` that are no node's own."""
+        self.partial_copies: Mapping[str, str] = {}
+        """The names of packs of which the home has a partial copy for this restore, and those of the copies."""
         self._replicas: dict[int, Replica] = {}
         self._warned = LruCache()
         self._choice = ReplicaChoice()
@@ -140,8 +143,11 @@ class ReplicatedStore:
         return Receipt(name, receipt.length, self.url)
 
     def placement(self, name: str) -> Placement:
-        """Returns where an object is put: packs into `packs_in`, everything else into the home. What reading packs
-        requires is copied to the places for packs, and to mirrors that have some of that save."""
+        """Returns where an object is put: packs into `packs_in`, and those for several nodes into the home too;
+        everything else into the home. What reading packs requires is copied to the places for packs, and to mirrors
+        that have some of that save."""
+        if object_names.is_home_pack(name) and self.home not in self.packs_in:
+            return Placement((*self.packs_in, self.home), len(self.packs_in) + 1)
         if object_names.is_pack(name):
             return Placement(self.packs_in, self.copies)
         if not object_names.is_copied(name):
@@ -159,21 +165,22 @@ class ReplicatedStore:
             )
 
     def _put_pack(self, name: str, content: Content, token: str) -> Receipt:
-        failed, ready = self._prepared(name)
+        placement = self.placement(name)
+        failed, ready = self._prepared(name, placement.places)
         found = list(zip(ready, put_into_all(ready, name, content, token=token), strict=True)) if ready else []
         failed += [(store, one) for store, one in found if isinstance(one, BaseException)]
-        if len(self.packs_in) - len(failed) < self.copies:
+        if len(placement.places) - len(failed) < placement.acknowledged:
             self._remove_pack(name, [store for store, one in found if isinstance(one, Receipt)])
-            raise self._too_few(name, failed, len(self.packs_in))
+            raise self._too_few(name, failed, placement)
         for store, error in failed:
             self._warn_missing(store, name, error)
         return Receipt(name, content.length, self.url)
 
-    def _prepared(self, name: str) -> tuple[list[tuple[Store, BaseException]], list[Store]]:
+    def _prepared(self, name: str, places: Sequence[Store]) -> tuple[list[tuple[Store, BaseException]], list[Store]]:
         """Returns the places that cannot take a pack with their errors, and those that can."""
         failed: list[tuple[Store, BaseException]] = []
         ready: list[Store] = []
-        for store in self.packs_in:
+        for store in places:
             try:
                 if store is not self.home:
                     self.replica(store).prepare(name)
@@ -182,13 +189,14 @@ class ReplicatedStore:
                 failed.append((store, error))
         return failed, ready
 
-    def _too_few(self, name: str, failed: Sequence[tuple[Store, BaseException]], places: int) -> BaseException:
+    def _too_few(self, name: str, failed: Sequence[tuple[Store, BaseException]], placement: Placement) -> BaseException:
         """Returns the error of the first place; with several places it adds how many copies are required."""
         store, error = failed[0]
+        places = len(placement.places)
         if places == 1 or not isinstance(error, StoreError):
             return error
         error.message = (
-            f"{places - len(failed)} of the {self.copies} copies that each pack has to have: "
+            f"{places - len(failed)} of the {placement.acknowledged} copies that this pack has to have: "
             f"{store.url} did not take {name}: {error.message}"
         )
         return error
@@ -318,7 +326,18 @@ class ReplicatedStore:
         return None
 
     def open(self, name: str) -> Reader:
-        return self._first(name, lambda store: store.open(name))
+        try:
+            return self._first(name, lambda store: store.open(name))
+        except (StoreError, CorruptionError):
+            copy = self.partial_copies.get(name)
+            if copy is None:
+                raise
+        inner = self.home.open(copy)
+        try:
+            return PartialReader(inner, copy)
+        except BaseException:
+            inner.close()
+            raise
 
     def stat(self, name: str) -> Stat:
         spread = object_names.is_pack(name) or is_leftover(name)

@@ -55,6 +55,16 @@ class ListingAndRemoving(Suite):
         assert not list(leftovers_of(store, ""))
         assert self.raw_get(store, "a/b/c") == b"a/b/c"
 
+    def test_a_partial_copy_is_put_and_read_and_never_listed_as_an_object(self, store: Store) -> None:
+        self.put(store, "a/x", b"whole")
+        self.put(store, "a/x.part-0123", b"ho")
+        assert store.children("a") == Listing((), ("x",))
+        assert list(store.walk("")) == [Entry("a/x", 5)]
+        assert list(leftovers_of(store, "")) == [Entry("a/x.part-0123", 2)]
+        assert store.get("a/x.part-0123", limit=9) == b"ho"
+        store.delete(["a/x.part-0123"])
+        assert not list(leftovers_of(store, ""))
+
     def test_what_vanishes_during_a_walk_is_passed_over(self, store: Store) -> None:
         self.tree(store)
         seen = []

@@ -10,6 +10,7 @@ from tenuto.codec.digest import digest
 from tenuto.engine.staging.buffer_layout import SAVE_ID_KEY, BufferLayout, plan_layout
 from tenuto.errors import DuplicatePath, UsageError
 from tenuto.model.leaf import DTYPES, LeafSpec, dtype
+from tenuto.repo.format.object_names import is_home_pack, is_part
 from tenuto.repo.format.safetensors import parse_header
 
 SAVE_ID = "0123456789abcdef" * 2
@@ -120,6 +121,25 @@ def test_packs_are_named_and_split_at_the_limits() -> None:
     by_header = plan_layout(specs, max_header=8192)
     assert len(by_header.packs) > 1
     assert {plan.header_length for plan in by_header.packs[:-1]} == {8192}
+
+
+def test_what_the_home_has_too_is_in_packs_of_its_own_behind_the_others() -> None:
+    specs = [LeafSpec(f"l{number}", "float32", (number + 1,)) for number in range(6)]
+    layout = plan_layout(specs, rank=3, in_home=frozenset({1, 2, 5}), max_leaves=2)
+    names = ["rank-00003.safetensors", "rank-00003.01.safetensors"]
+    names += ["rank-00003.home.safetensors", "rank-00003.home.01.safetensors"]
+    assert [plan.name for plan in layout.packs] == names
+    assert [pack >= 2 for pack in layout.pack.tolist()] == [False, True, True, False, False, True]
+    assert all(is_home_pack(f"runs/main/a0001/step-00000005/{name}") == (".home" in name) for name in names)
+    assert all(is_part(name) for name in names)
+    image = fill(layout, specs)
+    for plan in layout.packs:
+        safetensors.deserialize(image[plan.start : plan.start + plan.length].tobytes())
+
+
+def test_a_rank_that_writes_for_the_home_alone_has_an_empty_pack_too() -> None:
+    layout = plan_layout([LeafSpec("a", "float32", ())], in_home=frozenset({0}))
+    assert [plan.length for plan in layout.packs] == [4096, 4100]
 
 
 def test_a_save_id_must_be_of_its_fixed_length() -> None:
