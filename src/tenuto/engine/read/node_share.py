@@ -46,6 +46,9 @@ SECTIONS: Final = 4
 """Groups that a window holds: two that ranks still need, and two that are being read."""
 MOST_RANKS: Final = 62
 """Ranks of one node that can share reads: each is one bit of a number."""
+WORTH_SHARING: Final = 64 << 10
+"""Shorter ranges each rank reads for itself. An FSDP training has such, a step count for each parameter, that all ranks
+want, and often nothing else: then nobody needs a window."""
 LONGEST: Final = 1 << 44
 """Bytes of a pack, at most."""
 
@@ -77,6 +80,10 @@ class PackRanges:
         first[1:] |= found.pack[1:] != found.pack[:-1]
         starts = np.flatnonzero(first)
         return PackRanges(found.pack[starts], found.low[starts], np.maximum.reduceat(found.high, starts))
+
+    def worth_sharing(self) -> PackRanges:
+        """Returns the ranges that take longer to read than to ask another rank for."""
+        return self.take(np.flatnonzero(self.high - self.low >= WORTH_SHARING))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -448,23 +455,14 @@ class NodePeers:
     """This rank's place among them."""
 
     @classmethod
-    def meet(cls, agreement: Agreement, deadline_s: float) -> NodePeers | None:
-        """Finds the ranks of this node in one round, which every rank takes part in. None where this rank is the only
-        one on its node, or its node has no shared memory. Raises what `Round.gather` does."""
-        free_shared_memory()
-        own = [_memory_id(), *astuple(this_process())]
-        phase = "telling where each rank runs"
-        with agreement.round("node") as round:
-            round.send(canonical_json.dumps(own))
-            if agreement.is_coordinator:
-                facts = [canonical_json.loads(one) for one in round.gather(deadline_s, phase)]
-                round.broadcast(b"", [canonical_json.dumps(one) for one in _peers_of_each(facts)])
-            round.receive(deadline_s, phase)
-            peers = canonical_json.loads(round.own_reply())
-        if not peers:
+    def told(cls, agreement: Agreement, peers: bytes) -> NodePeers | None:
+        """Decodes this rank's part of `peers_of_each`. None where this rank is the only one on its node, or its node
+        has no shared memory."""
+        found = canonical_json.loads(peers)
+        if not found:
             return None
-        ranks = [rank for rank, _ in peers]
-        return cls(agreement.session.id, ranks, [Owner(*owner) for _, owner in peers], ranks.index(agreement.rank))
+        ranks = [rank for rank, _ in found]
+        return cls(agreement.session.id, ranks, [Owner(*owner) for _, owner in found], ranks.index(agreement.rank))
 
     def reads(
         self, number: int, *, patience_s: float, emitter: Emitter, window_bytes: int = WINDOW_BYTES
@@ -477,14 +475,25 @@ class NodePeers:
         return NodeSharedReads(windows, self.own, patience_s=patience_s, window_bytes=window_bytes, emitter=emitter)
 
 
-def _peers_of_each(facts: Sequence[Sequence[Any]]) -> list[Json]:
-    """Returns, for each rank, number and process of the ranks on its node, itself included; empty where there is no
-    other, or too many. Each rank gets only its own node's: all of them would be too much with thousands of ranks."""
+def here() -> Json:
+    """Returns where this rank runs, for `peers_of_each`."""
+    free_shared_memory()
+    return [_memory_id(), *astuple(this_process())]
+
+
+def peers_of_each(facts: Sequence[Sequence[Any]]) -> list[bytes]:
+    """Returns, for each rank, number and process of the ranks on its node, itself included; none where there is no
+    other, or too many. Each rank gets only its own node's: all of them would be too much with thousands of ranks.
+
+    facts: `here` of all ranks.
+    """
     found: dict[tuple[Any, ...], list[Json]] = {}
     nodes = [(memory, *owner[:2]) for memory, *owner in facts]
     for rank, (node, (_, *owner)) in enumerate(zip(nodes, facts, strict=True)):
         found.setdefault(node, []).append([rank, owner])
-    return [found[node] if node[0] and 1 < len(found[node]) <= MOST_RANKS else [] for node in nodes]
+    shared = {node: canonical_json.dumps(ranks if node[0] and 1 < len(ranks) <= MOST_RANKS else [])
+              for node, ranks in found.items()}  # fmt: skip
+    return [shared[node] for node in nodes]
 
 
 def _memory_id() -> str:

@@ -416,7 +416,7 @@ class ShardedReader:
         packs = {number: pack for saver in savers for number, pack in self._open(saver, node.resources)}
         places = self._places(runs, cuts)
         asking = np.isin(places.pack, [number for number, pack in packs.items() if pack.view is None])
-        shared = node.join(places.take(np.flatnonzero(asking)).merged(), packs)
+        shared = node.join(places.take(np.flatnonzero(asking)).merged().worth_sharing(), packs)
         step = np.zeros(len(places), np.int64) if shared is None else shared.group_of(places.pack, places.high)
         id, readers = self._manifest.id, {}
         for saver in savers:

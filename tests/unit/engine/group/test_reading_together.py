@@ -16,12 +16,13 @@ from support.rank_threads import on_ranks, outcomes
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.read import node_share, peer_window
 from tenuto.engine.read.choose import fetch
-from tenuto.engine.read.node_share import NodePeers
+from tenuto.engine.read.node_share import NodePeers, here, peers_of_each
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.engine.staging import slots
 from tenuto.errors import CorruptionError, StoreError
 from tenuto.events import Emitter, Event, Warned
+from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.ranks.agreement import Agreement
 from tenuto.repo.ownership.claim import claim
@@ -127,6 +128,12 @@ class Telling:
         self._said.append(event)
 
 
+def met(agreement: Agreement) -> NodePeers | None:
+    with agreement.round("node") as round:
+        facts = round.all_gather(canonical_json.dumps(here()), 60)
+    return NodePeers.told(agreement, peers_of_each([canonical_json.loads(one) for one in facts])[agreement.rank])
+
+
 def restore(
     repo: Repo, id: CheckpointId, ranks: int, how: str, scale: int = 1, *, said: list[Event] | None = None, **more: Any
 ) -> list[dict[str, Any]]:
@@ -134,7 +141,7 @@ def restore(
     meeting = threading.Barrier(ranks, timeout=60)
 
     def work(agreement: Agreement) -> dict[str, Any]:
-        neighbours = NodePeers.meet(agreement, 60)
+        neighbours = met(agreement)
         WINDOWS.add(f"reads/{agreement.session.id}")
         assert neighbours is not None and list(neighbours.ranks) == list(range(ranks))
         emitter = Emitter.of([] if said is None else [Telling(said)])
@@ -303,7 +310,7 @@ def test_a_rank_that_has_failed_before_it_reads_is_not_waited_for(store: Countin
     repo, id = save(store, 2, "rows")
 
     def work(agreement: Agreement) -> Any:
-        neighbours = NodePeers.meet(agreement, 60)
+        neighbours = met(agreement)
         assert neighbours is not None
         node = neighbours.reads(1, patience_s=60.0, emitter=Emitter())
         into = state(agreement.rank, 3, "replicated", fill=False)
