@@ -138,7 +138,7 @@ class RankOutcome:
 
 
 def fits(
-    round: Round, reason: str, left_over: Unmatched | None, where: Json, deadline_s: float, phase: str
+    round: Round, reason: str, left_over: Unmatched | None, where: Json, *, deadline_s: float, phase: str
 ) -> tuple[VoteResult, bytes, bytes | None]:
     """Exchanges why each rank could not match the checkpoint (empty where it could), what it leaves over, and `where`
     it runs: None on all ranks once they have told that. Returns, the same on all ranks, the verdict and what no rank
@@ -387,7 +387,9 @@ class GroupRestore:
         with self._open_round() as round:
             self.raised_by_all = True
             where = None if self._peers_known else here()
-            verdict, left, peers = fits(round, reason, left_over, where, self._deadline_s, f"the match of {id}")
+            verdict, left, peers = fits(
+                round, reason, left_over, where, deadline_s=self._deadline_s, phase=f"the match of {id}"
+            )
             if peers is not None:
                 self._peers_known, self._peers = True, NodePeers.told(self.group.agreement, peers)
         self._check(verdict, own, id)
