@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.chunk_map import whole_chunks
-from tenuto.concurrency.worker_threads import READ_THREADS, parallel_for
+from tenuto.concurrency.worker_threads import LoopThreads, parallel_for
 from tenuto.engine.read.packs import OpenPack
 from tenuto.engine.read.peer_window import PAGE, PeerWindow, Window, WindowAddress, whole_pages
 from tenuto.engine.staging import slots
@@ -213,6 +213,8 @@ class NodeSharedReads:
         own: which of them is this rank's.
         patience_s: a rank that has made no progress for so long is not waited for any more.
         """
+        self.threads = LoopThreads.of(len(windows))
+        """Of each rank, for its own loops and for those that read for all."""
         self._own = Window(windows[own])
         self._number = own
         self._patience_s = patience_s
@@ -266,6 +268,7 @@ class NodeSharedReads:
         block_bytes = min(TASK_BYTES, self._section // 2 - 2 * PAGE)
         plan = share_blocks(requests, block_bytes=block_bytes, section_bytes=self._section)
         if len(plan):
+            free_shared_memory()  # what dead processes have left may lie where the windows go
             self._own.open(len(plan), plan.window_bytes(self._number))
             for number, peer in enumerate(self._peers):
                 peer.expect(len(plan), plan.window_bytes(number))
@@ -348,7 +351,7 @@ class NodeSharedReads:
             for group in np.unique(groups).tolist():
                 if self._own.withdrawn or not self._has_room(group):
                     break
-                parallel_for(self._load_one, mine[groups == group].tolist(), READ_THREADS)
+                parallel_for(self._load_one, mine[groups == group].tolist(), self.threads.read)
         except TenutoError as error:
             self._withdraw(f"a block could not be read ({error.message})")
         except BaseException:
@@ -477,7 +480,6 @@ class NodePeers:
 
 def here() -> Json:
     """Returns where this rank runs, for `peers_of_each`."""
-    free_shared_memory()
     return [_memory_id(), *astuple(this_process())]
 
 

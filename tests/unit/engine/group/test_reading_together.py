@@ -13,6 +13,7 @@ import pytest
 
 import tenuto
 from support.rank_threads import on_ranks, outcomes
+from tenuto.concurrency.worker_threads import LoopThreads
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.read import node_share, peer_window
 from tenuto.engine.read.choose import fetch
@@ -256,7 +257,7 @@ def test_what_a_neighbour_cannot_read_each_rank_reads_for_itself(
         failed.append(offset)
         raise StoreError(f"{name} cannot be read", subject=name)
 
-    monkeypatch.setattr(node_share, "READ_THREADS", 1)
+    monkeypatch.setattr(node_share.LoopThreads, "of", lambda processes: LoopThreads(1, 1))
     one_at_a_time = threading.Lock()
     monkeypatch.setattr(
         node_share.NodeSharedReads, "_load_one", lambda self, number: guarded(one_at_a_time, load, self, number)
