@@ -391,7 +391,7 @@ class GroupRestore:
                 round, reason, left_over, where, deadline_s=self._deadline_s, phase=f"the match of {id}"
             )
             if peers is not None:
-                self._peers_known, self._peers = True, NodePeers.told(self.group.agreement, peers)
+                self._peers_known, self._peers = True, NodePeers.decode(self.group.agreement, peers)
         self._check(verdict, own, id)
         assert found is not None
         if left and left_over is not None:

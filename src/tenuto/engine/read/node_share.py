@@ -458,7 +458,7 @@ class NodePeers:
     """This rank's place among them."""
 
     @classmethod
-    def told(cls, agreement: Agreement, peers: bytes) -> NodePeers | None:
+    def decode(cls, agreement: Agreement, peers: bytes) -> NodePeers | None:
         """Decodes this rank's part of `peers_of_each`. None where this rank is the only one on its node, or its node
         has no shared memory."""
         found = canonical_json.loads(peers)

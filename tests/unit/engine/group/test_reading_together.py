@@ -132,7 +132,7 @@ class Telling:
 def met(agreement: Agreement) -> NodePeers | None:
     with agreement.round("node") as round:
         facts = round.all_gather(canonical_json.dumps(here()), 60)
-    return NodePeers.told(agreement, peers_of_each([canonical_json.loads(one) for one in facts])[agreement.rank])
+    return NodePeers.decode(agreement, peers_of_each([canonical_json.loads(one) for one in facts])[agreement.rank])
 
 
 def restore(
