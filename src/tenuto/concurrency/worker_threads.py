@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import math
 import os
 import platform
 import sys
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Final, ParamSpec, TypeVar
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 MAX_IDLE: Final = 4
 """Idle threads kept for reuse in each pool."""
@@ -101,10 +102,28 @@ background_threads = WorkerThreads()
 
 Item = TypeVar("Item")
 
-READ_THREADS: Final = 8
-"""Concurrent range reads: a device is fast only with several requests queued, and waiting threads cost nothing."""
-COPY_THREADS: Final = 4
-"""Concurrent range copies where nothing is read: memory bandwidth is the limit."""
+MOST_READ_THREADS: Final = 8
+MOST_COPY_THREADS: Final = 4
+
+
+class LoopThreads(NamedTuple):
+    """How many threads the loops of one process have.
+
+    read: concurrent range reads: a device is fast only with several requests queued, and waiting threads cost little.
+    copy: concurrent range copies where nothing is read: memory bandwidth is the limit.
+    """
+
+    read: int
+    copy: int
+
+    @classmethod
+    def of(cls, processes: int) -> LoopThreads:
+        """Returns the threads of each of `processes` that work at the same time on this machine: a few for each core
+        that it has. More only take the cores from each other, at every hand-over of the interpreter's lock."""
+        own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else math.inf
+        cores = min(own, (os.cpu_count() or 1) / processes)  # each process may be bound to cores of its own
+        read, copy = math.ceil(4 * cores), math.ceil(2 * cores)
+        return cls(min(max(read, 2), MOST_READ_THREADS), min(copy, MOST_COPY_THREADS))
 
 
 def parallel_for(work: Callable[[Item], None], items: Sequence[Item], threads: int) -> None:

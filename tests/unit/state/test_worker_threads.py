@@ -6,7 +6,9 @@ import os
 import threading
 import weakref
 
-from tenuto.concurrency.worker_threads import MAX_IDLE, BackgroundWork, WorkerThreads
+import pytest
+
+from tenuto.concurrency.worker_threads import MAX_IDLE, BackgroundWork, LoopThreads, WorkerThreads
 
 
 def ended(work: BackgroundWork) -> bool:
@@ -81,3 +83,24 @@ def test_what_was_worked_on_is_let_go_of_with_the_work() -> None:
     while not parked._idle:
         until.wait(0.001)
     assert seen() is None
+
+
+@pytest.mark.parametrize(
+    ("own", "of_node", "processes", "expected"),
+    [
+        (2, 2, 1, (8, 4)),  # alone on a small machine
+        (2, 2, 2, (4, 2)),
+        (2, 2, 4, (2, 1)),
+        (64, 64, 1, (8, 4)),
+        (64, 64, 8, (8, 4)),
+        (8, 64, 8, (8, 4)),  # each bound to cores of its own, which are not divided again
+        (1, 64, 64, (4, 2)),
+        (16, 16, 62, (2, 1)),
+    ],
+)
+def test_the_processes_of_a_node_divide_its_cores(
+    own: int, of_node: int, processes: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(own)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: of_node)
+    assert LoopThreads.of(processes) == expected

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.hand_over import HandOver
 from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, Skipped, as_damage, choose, exactly, match
-from tenuto.engine.read.node_share import NodePeers, NodeSharedReads
+from tenuto.engine.read.node_share import NodePeers, NodeSharedReads, here, peers_of_each
 from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# The two rounds of a restore: whether the checkpoint fits what each rank holds, before any of it is read; and whether
-# it could be read, and how long that took.
+# The two rounds of a restore: whether the checkpoint fits what each rank holds, before any of it is read, and which
+# ranks share a node; and whether it could be read, and how long that took.
 
 
 @dataclass(slots=True)
@@ -67,19 +67,22 @@ class RankOutcome:
 
 
 def fits(
-    round: Round, reason: str, left_over: Unmatched | None, deadline_s: float, phase: str
-) -> tuple[VoteResult, bytes]:
-    """Exchanges why each rank could not match the checkpoint (empty where it could) and what it leaves over. Returns,
-    the same on all ranks, the verdict and what no rank takes, as `unmatched_by_all` encodes it. Raises what
-    `Round.gather` does."""
-    round.send(_joined({"reason": _shown(reason)}, b"" if left_over is None else left_over.encode()))
+    round: Round, reason: str, left_over: Unmatched | None, where: Json, *, deadline_s: float, phase: str
+) -> tuple[VoteResult, bytes, bytes | None]:
+    """Exchanges why each rank could not match the checkpoint (empty where it could), what it leaves over, and `where`
+    it runs: None on all ranks once they have told that. Returns, the same on all ranks, the verdict and what no rank
+    takes, as `unmatched_by_all` encodes it; and this rank's part of `peers_of_each`. Raises what `Round.gather` does.
+    """
+    own = {"reason": _shown(reason), "where": where}
+    round.send(_joined(own, b"" if left_over is None else left_over.encode()))
     if round.coordinates:
         found = [_divided(one) for one in round.gather(deadline_s, phase)]
         reasons = _reasons([str(head["reason"]) for head, _ in found])
         left = b"" if reasons else unmatched_by_all([left for _, left in found])
-        round.broadcast(_joined({"reasons": reasons}, left))
+        peers = [] if where is None else peers_of_each([head["where"] for head, _ in found])
+        round.broadcast(_joined({"reasons": reasons}, left), peers)
     head, left = _divided(round.receive(deadline_s, phase))
-    return _verdict(head["reasons"]), left
+    return _verdict(head["reasons"]), left, None if where is None else round.own_reply()
 
 
 def agreed(round: Round, own: RankOutcome, deadline_s: float, phase: str) -> tuple[VoteResult, RankTimings | None]:
@@ -148,7 +151,7 @@ class GroupRestore:
         self._deadline_s = RESTORE_TIMES * group.timeout_s
         self._peers_known = False
         self._peers: NodePeers | None = None
-        self._round = 0
+        self._reads = 0
         self.raised_by_all = False
         """Whether the last restore has ended by a vote that all ranks have received: no rank waits for more of it."""
 
@@ -230,38 +233,21 @@ class GroupRestore:
     def _open_round(self) -> Round:
         return self.group.agreement.round("restore")
 
-    def _read(self, id: CheckpointId, manifest: Callable[[], bytes]) -> RestoreResult:
+    def _read(self, id: CheckpointId, data: Callable[[], bytes]) -> RestoreResult:
         """Reads this rank's part once the checkpoint fits all ranks, votes, and sets plain values once all have voted
         for it. Raises CorruptionError where some rank found it damaged, or gone; StateMismatch on all ranks where none
         takes some of it; any other error of this rank, or RankFailed for one of another."""
-        node = self._with_peers()
-        try:
-            return self._read_with_peers(id, manifest, node)
-        finally:
-            if node is not None:
-                node.close()
-
-    def _with_peers(self) -> NodeSharedReads | None:
-        """Returns the shared reads of this node's ranks for one more checkpoint."""
-        if not self._peers_known:
-            self._peers_known = True
-            self._peers = NodePeers.meet(self.group.agreement, self._deadline_s)
-        self._round += 1
-        if self._peers is None:
-            return None
-        patience_s = min(PATIENCE_S, self.group.timeout_s / 4)
-        return self._peers.reads(self._round, patience_s=patience_s, emitter=self._emitter)
-
-    def _read_with_peers(
-        self, id: CheckpointId, data: Callable[[], bytes], node: NodeSharedReads | None
-    ) -> RestoreResult:
         began = time.perf_counter()
         outcome = RankOutcome()
         manifest, matched = self._matched(id, data, outcome)
         with ExitStack() as stack:
             if self.group.spread:
                 self._hand_over(id, manifest, matched, stack)
-            ranks = self._read_and_vote(id, matched, node, outcome)
+            node = self._shared_reads()
+            if node is not None:
+                stack.callback(node.close)
+            ranks = self._read_and_vote(id, matched, outcome, node)
+        crashpoint("restore voted for, run not yet claimed")
         try:
             state = matched.prepared.apply()
         except BaseException as error:
@@ -272,16 +258,24 @@ class GroupRestore:
         self._emitter.emit(RestoredEvent(id, outcome.nbytes, seconds, manifest.content, ranks))
         return RestoreResult(id, manifest, state, matched.prepared.report, outcome.nbytes, seconds, ranks=ranks)
 
+    def _shared_reads(self) -> NodeSharedReads | None:
+        """Returns the shared reads of this node's ranks for one more checkpoint."""
+        self._reads += 1
+        if self._peers is None:
+            return None
+        patience_s = min(PATIENCE_S, self.group.timeout_s / 4)
+        return self._peers.reads(self._reads, patience_s=patience_s, emitter=self._emitter)
+
     def _read_and_vote(
-        self, id: CheckpointId, matched: Matched, node: NodeSharedReads | None, outcome: RankOutcome
+        self, id: CheckpointId, matched: Matched, outcome: RankOutcome, node: NodeSharedReads | None
     ) -> RankTimings | None:
         """Reads this rank's part. Returns, once all ranks have, where the time went on each."""
         own: BaseException | None = None
-        began_reading = time.perf_counter()
+        began = time.perf_counter()
         try:
             outcome.nbytes = matched.read(node)
             outcome.wait_s = 0.0 if node is None else node.waited_s
-            outcome.read_s = max(time.perf_counter() - began_reading - outcome.wait_s, 0.0)
+            outcome.read_s = max(time.perf_counter() - began - outcome.wait_s, 0.0)
         except Exception as error:  # noqa: BLE001 - sent to all, and raised here after the vote
             own = as_damage(error)
             outcome.reason = _reason(own)
@@ -293,7 +287,6 @@ class GroupRestore:
             verdict, ranks = agreed(round, outcome, self._deadline_s, f"the restore of {id}")
         self._check(verdict, own, id)
         self.raised_by_all = False
-        crashpoint("restore voted for, run not yet claimed")
         return ranks
 
     def _hand_over(self, id: CheckpointId, manifest: Manifest, matched: Matched, stack: ExitStack) -> None:
@@ -333,7 +326,12 @@ class GroupRestore:
         reason = "" if own is None else _reason(own)
         with self._open_round() as round:
             self.raised_by_all = True
-            verdict, left = fits(round, reason, left_over, self._deadline_s, f"the match of {id}")
+            where = None if self._peers_known else here()
+            verdict, left, peers = fits(
+                round, reason, left_over, where, deadline_s=self._deadline_s, phase=f"the match of {id}"
+            )
+            if peers is not None:
+                self._peers_known, self._peers = True, NodePeers.decode(self.group.agreement, peers)
         self._check(verdict, own, id)
         assert found is not None
         if left and left_over is not None:

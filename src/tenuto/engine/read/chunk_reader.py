@@ -16,7 +16,7 @@ import numpy as np
 
 from tenuto.codec.chunk_map import Array, ChunkMap, ChunkRange, Chunks, Column, Span
 from tenuto.codec.digest import DIGEST_BYTES, digest
-from tenuto.concurrency.worker_threads import COPY_THREADS, READ_THREADS, parallel_for
+from tenuto.concurrency.worker_threads import LoopThreads, parallel_for
 from tenuto.engine.read.packs import OpenPack, damaged, from_any_copy, missing, open_pack
 from tenuto.errors import CorruptionError, ObjectNotFound, TenutoError
 from tenuto.model.ids import CheckpointId
@@ -192,10 +192,12 @@ class ChunkReader:
         *,
         packs: Callable[[PackEntry], OpenPack] | None = None,
         gone: Callable[[str], TenutoError] | None = None,
+        threads: LoopThreads | None = None,
     ) -> None:
         """
         entries: the packs of the index.
         packs: opens a pack, which stays its owner's; None: packs are opened by `read`, and closed.
+        threads: None: those of a process that reads alone.
         gone: the error for a pack, by name, that vanishes while it is read; None: that of a missing pack.
         """
         self._repo = repo
@@ -204,6 +206,7 @@ class ChunkReader:
         self._entries = entries
         self._packs = packs
         self._gone = gone or (lambda name: missing(repo, name))
+        self._threads = threads or LoopThreads.of(1)
         self._buffers = AlignedBuffers()
         self._done = 0
         self._count = threading.Lock()
@@ -256,7 +259,7 @@ class ChunkReader:
             plan = coalesce(chosen, task_bytes=TASK_BYTES if pack.view is None else VIEWED_BYTES, gap_bytes=gap)
             lists = _Lists.of(plan.chunks)
             tasks.extend(_Task(request, pack, plan, lists, task) for task in plan.tasks)
-        parallel_for(self._task, tasks, READ_THREADS if reads else COPY_THREADS)
+        parallel_for(self._task, tasks, self._threads.read if reads else self._threads.copy)
 
     def read_range(self, pack: OpenPack, found: ChunkRange, target: Buffer, path: str) -> None:
         """Fills `target` with the bytes of consecutive chunks of one row, each verified. Raises as `read`.

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap, ChunkRange, whole_chunks
-from tenuto.concurrency.worker_threads import READ_THREADS, parallel_for
+from tenuto.concurrency.worker_threads import LoopThreads, parallel_for
 from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.engine.read.packs import OpenPack, from_any_copy, open_pack, replace_copy
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError, UsageError, typed
@@ -216,7 +216,7 @@ class LazyReader:
             for low in lows:
                 piece(low)
         else:
-            parallel_for(piece, lows, READ_THREADS)
+            parallel_for(piece, lows, LoopThreads.of(1).read)
 
     def _fetch(self, row: int, path: str, start: int, stop: int) -> tuple[Buffer, int]:
         """Returns verified bytes of the leaf that hold `start..stop-1`, and which of its bytes the first of them is."""

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap, Column, Span
+from tenuto.concurrency.worker_threads import LoopThreads
 from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.engine.read.packs import OpenPack
 from tenuto.errors import CorruptionError
@@ -135,13 +136,18 @@ class LeafReader:
         emitter: Emitter,
         phase: str = "restore",
         packs: Callable[[PackEntry], OpenPack] | None = None,
+        threads: LoopThreads | None = None,
     ) -> None:
-        """`packs`: opens a pack, which stays its owner's; None: packs are opened here, and closed."""
+        """
+        packs: opens a pack, which stays its owner's; None: packs are opened here, and closed.
+        threads: None: those of a process that reads alone.
+        """
         self._index = index
         self._id = str(manifest.id)
         self._emitter = emitter
         self._phase = phase
-        self._chunks = ChunkReader(repo, manifest.id, ChunkMap.of(index), index.packs, packs=packs)
+        chunks = ChunkMap.of(index)
+        self._chunks = ChunkReader(repo, manifest.id, chunks, index.packs, packs=packs, threads=threads)
 
     def read(self, wants: Sequence[tuple[int, Sink]], span: Span | None = None) -> int:
         """Fills every sink; returns the bytes that they took. Raises CorruptionError, which names the leaf, the pack

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.chunk_map import whole_chunks
-from tenuto.concurrency.worker_threads import READ_THREADS, parallel_for
+from tenuto.concurrency.worker_threads import LoopThreads, parallel_for
 from tenuto.engine.read.packs import OpenPack
 from tenuto.engine.read.peer_window import PAGE, PeerWindow, Window, WindowAddress, whole_pages
 from tenuto.engine.staging import slots
@@ -46,6 +46,9 @@ SECTIONS: Final = 4
 """Groups that a window holds: two that ranks still need, and two that are being read."""
 MOST_RANKS: Final = 62
 """Ranks of one node that can share reads: each is one bit of a number."""
+WORTH_SHARING: Final = 64 << 10
+"""Shorter ranges each rank reads for itself. An FSDP training has such, a step count for each parameter, that all ranks
+want, and often nothing else: then nobody needs a window."""
 LONGEST: Final = 1 << 44
 """Bytes of a pack, at most."""
 
@@ -77,6 +80,10 @@ class PackRanges:
         first[1:] |= found.pack[1:] != found.pack[:-1]
         starts = np.flatnonzero(first)
         return PackRanges(found.pack[starts], found.low[starts], np.maximum.reduceat(found.high, starts))
+
+    def worth_sharing(self) -> PackRanges:
+        """Returns the ranges that take longer to read than to ask another rank for."""
+        return self.take(np.flatnonzero(self.high - self.low >= WORTH_SHARING))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,6 +213,8 @@ class NodeSharedReads:
         own: which of them is this rank's.
         patience_s: a rank that has made no progress for so long is not waited for any more.
         """
+        self.threads = LoopThreads.of(len(windows))
+        """Of each rank, for its own loops and for those that read for all."""
         self._own = Window(windows[own])
         self._number = own
         self._patience_s = patience_s
@@ -259,6 +268,7 @@ class NodeSharedReads:
         block_bytes = min(TASK_BYTES, self._section // 2 - 2 * PAGE)
         plan = share_blocks(requests, block_bytes=block_bytes, section_bytes=self._section)
         if len(plan):
+            free_shared_memory(_WINDOWS)  # of killed jobs: those may lie where this one's go
             self._own.open(len(plan), plan.window_bytes(self._number))
             for number, peer in enumerate(self._peers):
                 peer.expect(len(plan), plan.window_bytes(number))
@@ -341,7 +351,7 @@ class NodeSharedReads:
             for group in np.unique(groups).tolist():
                 if self._own.withdrawn or not self._has_room(group):
                     break
-                parallel_for(self._load_one, mine[groups == group].tolist(), READ_THREADS)
+                parallel_for(self._load_one, mine[groups == group].tolist(), self.threads.read)
         except TenutoError as error:
             self._withdraw(f"a block could not be read ({error.message})")
         except BaseException:
@@ -450,23 +460,14 @@ class NodePeers:
     """This rank's place among them."""
 
     @classmethod
-    def meet(cls, agreement: Agreement, deadline_s: float) -> NodePeers | None:
-        """Finds the ranks of this node in one round, which every rank takes part in. None where this rank is the only
-        one on its node, or its node has no shared memory. Raises what `Round.gather` does."""
-        free_shared_memory(_WINDOWS)  # of killed jobs; all that lies in shared memory may be much to look through
-        own = [_memory_id(), *astuple(this_process())]
-        phase = "telling where each rank runs"
-        with agreement.round("node") as round:
-            round.send(canonical_json.dumps(own))
-            if agreement.is_coordinator:
-                facts = [canonical_json.loads(one) for one in round.gather(deadline_s, phase)]
-                round.broadcast(b"", [canonical_json.dumps(one) for one in _peers_of_each(facts)])
-            round.receive(deadline_s, phase)
-            peers = canonical_json.loads(round.own_reply())
-        if not peers:
+    def decode(cls, agreement: Agreement, peers: bytes) -> NodePeers | None:
+        """Decodes this rank's part of `peers_of_each`. None where this rank is the only one on its node, or its node
+        has no shared memory."""
+        found = canonical_json.loads(peers)
+        if not found:
             return None
-        ranks = [rank for rank, _ in peers]
-        return cls(agreement.session.id, ranks, [Owner(*owner) for _, owner in peers], ranks.index(agreement.rank))
+        ranks = [rank for rank, _ in found]
+        return cls(agreement.session.id, ranks, [Owner(*owner) for _, owner in found], ranks.index(agreement.rank))
 
     def reads(
         self, number: int, *, patience_s: float, emitter: Emitter, window_bytes: int = WINDOW_BYTES
@@ -479,14 +480,24 @@ class NodePeers:
         return NodeSharedReads(windows, self.own, patience_s=patience_s, window_bytes=window_bytes, emitter=emitter)
 
 
-def _peers_of_each(facts: Sequence[Sequence[Any]]) -> list[Json]:
-    """Returns, for each rank, number and process of the ranks on its node, itself included; empty where there is no
-    other, or too many. Each rank gets only its own node's: all of them would be too much with thousands of ranks."""
+def here() -> Json:
+    """Returns where this rank runs, for `peers_of_each`."""
+    return [_memory_id(), *astuple(this_process())]
+
+
+def peers_of_each(facts: Sequence[Sequence[Any]]) -> list[bytes]:
+    """Returns, for each rank, number and process of the ranks on its node, itself included; none where there is no
+    other, or too many. Each rank gets only its own node's: all of them would be too much with thousands of ranks.
+
+    facts: `here` of all ranks.
+    """
     found: dict[tuple[Any, ...], list[Json]] = {}
     nodes = [(memory, *owner[:2]) for memory, *owner in facts]
     for rank, (node, (_, *owner)) in enumerate(zip(nodes, facts, strict=True)):
         found.setdefault(node, []).append([rank, owner])
-    return [found[node] if node[0] and 1 < len(found[node]) <= MOST_RANKS else [] for node in nodes]
+    shared = {node: canonical_json.dumps(ranks if node[0] and 1 < len(ranks) <= MOST_RANKS else [])
+              for node, ranks in found.items()}  # fmt: skip
+    return [shared[node] for node in nodes]
 
 
 def _memory_id() -> str:

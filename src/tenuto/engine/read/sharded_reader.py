@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, overload
 import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap, Span
-from tenuto.concurrency.worker_threads import COPY_THREADS, READ_THREADS, parallel_for
+from tenuto.concurrency.worker_threads import LoopThreads, parallel_for
 from tenuto.engine.read.choose import FullLeaves
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
 from tenuto.engine.read.leaf_reader import LeafReader, MemorySink
@@ -233,6 +233,7 @@ class ShardedReader:
             check_sizes(self._boxes, manifest, self._paths)
         self._table = table_of(self._of(0)) if self._boxes is None else self._boxes
         self._own = own
+        self._threads = LoopThreads.of(1)
         self._planned: tuple[Prepared, _RestorePlan] | None = None
         self._done = 0
         self._total = 0
@@ -255,6 +256,7 @@ class ShardedReader:
         if node is None:
             self._read_all(segments)
         else:
+            self._threads = node.threads
             self._read_with_node(segments, node)
         segments.finish()
         for line in np.flatnonzero(~every(wanted.shape > 0)).tolist():
@@ -433,7 +435,7 @@ class ShardedReader:
         places = self._places(runs, cuts)
         packs = {number: self._open(number, node.resources) for number in np.unique(places.pack).tolist()}
         asking = np.isin(places.pack, [number for number, pack in packs.items() if pack.view is None])
-        shared = node.join(places.take(np.flatnonzero(asking)).merged(), packs)
+        shared = node.join(places.take(np.flatnonzero(asking)).merged().worth_sharing(), packs)
         step = np.zeros(len(places), np.int64) if shared is None else shared.group_of(places.pack, places.high)
         id, readers = self._manifest.id, {}
         for saver in savers:
@@ -473,7 +475,7 @@ class ShardedReader:
 
     def _read_cuts(self, cuts: Sequence[BoxRead], readers: Mapping[int, LazyReader]) -> None:
         views = all(readers[saver].views(row) for saver, row in {(one.saver, one.row) for one in cuts})
-        threads = COPY_THREADS if views else READ_THREADS
+        threads = self._threads.copy if views else self._threads.read
         parallel_for(lambda one: self._add(one.read(readers[one.saver])), cuts, threads)
 
     def _read_runs(self, runs: ContiguousReads, node: NodeSharedReads | None = None) -> None:
@@ -482,7 +484,14 @@ class ShardedReader:
             own = runs.take(np.flatnonzero(runs.saver == saver))
             table = self._of(saver)
             packs = None if node is None else _packs_of(node, table)
-            reader = LeafReader(self._repo, self._manifest, self._index(saver), emitter=Emitter(), packs=packs)
+            reader = LeafReader(
+                self._repo,
+                self._manifest,
+                self._index(saver),
+                emitter=Emitter(),
+                packs=packs,
+                threads=self._threads,
+            )
             self._add(reader.read(list(zip(own.row.tolist(), own.sinks, strict=True)), (own.first, own.stop)))
 
     def _add(self, nbytes: int) -> None:

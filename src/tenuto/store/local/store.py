@@ -33,6 +33,7 @@ from tenuto.store.contract import (
 )
 from tenuto.store.local import os_errors
 from tenuto.store.local.directories import Directories, parent
+from tenuto.store.local.read_way import ReadWay, read_way_of
 from tenuto.store.local.reader import LocalReader, read_whole
 from tenuto.store.local.syscalls import FileSystem, OperatingSystem
 from tenuto.store.local.writer import WORTH_DIRECT, FileWriter
@@ -53,6 +54,7 @@ class LocalStore:
     ) -> None:
         self.root: Final = os.path.abspath(path)
         self.filesystem: Final[FileSystem] = OperatingSystem() if filesystem is None else filesystem
+        self._read_way: Final = read_way_of(self.root) if filesystem is None else ReadWay()
         self._directories: Final = Directories(self.filesystem, self.root, create)
         self._naming: Literal["link", "rename"] | None = "link"
         self._naming_lock: Final = threading.Lock()
@@ -230,7 +232,7 @@ class LocalStore:
         except StoreError:
             self._close_quietly(descriptor)
             raise
-        return LocalReader(self.filesystem, descriptor, path, name, found.size, found.modified_ns)
+        return LocalReader(self.filesystem, descriptor, path, name, found.size, found.modified_ns, self._read_way)
 
     def get(self, name: str, *, limit: int) -> bytes:
         with self.open(name) as reader:

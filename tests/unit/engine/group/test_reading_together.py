@@ -13,15 +13,17 @@ import pytest
 
 import tenuto
 from support.rank_threads import on_ranks, outcomes
+from tenuto.concurrency.worker_threads import LoopThreads
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.read import node_share, peer_window
 from tenuto.engine.read.choose import fetch
-from tenuto.engine.read.node_share import NodePeers
+from tenuto.engine.read.node_share import NodePeers, here, peers_of_each
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.engine.staging import slots
 from tenuto.errors import CorruptionError, StoreError
 from tenuto.events import Emitter, Event, Warned
+from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.ranks.agreement import Agreement
 from tenuto.repo.ownership.claim import claim
@@ -127,6 +129,12 @@ class Telling:
         self._said.append(event)
 
 
+def met(agreement: Agreement) -> NodePeers | None:
+    with agreement.round("node") as round:
+        facts = round.all_gather(canonical_json.dumps(here()), 60)
+    return NodePeers.decode(agreement, peers_of_each([canonical_json.loads(one) for one in facts])[agreement.rank])
+
+
 def restore(
     repo: Repo, id: CheckpointId, ranks: int, how: str, scale: int = 1, *, said: list[Event] | None = None, **more: Any
 ) -> list[dict[str, Any]]:
@@ -134,7 +142,7 @@ def restore(
     meeting = threading.Barrier(ranks, timeout=60)
 
     def work(agreement: Agreement) -> dict[str, Any]:
-        neighbours = NodePeers.meet(agreement, 60)
+        neighbours = met(agreement)
         WINDOWS.add(f"reads/{agreement.session.id}")
         assert neighbours is not None and list(neighbours.ranks) == list(range(ranks))
         emitter = Emitter.of([] if said is None else [Telling(said)])
@@ -249,7 +257,7 @@ def test_what_a_neighbour_cannot_read_each_rank_reads_for_itself(
         failed.append(offset)
         raise StoreError(f"{name} cannot be read", subject=name)
 
-    monkeypatch.setattr(node_share, "READ_THREADS", 1)
+    monkeypatch.setattr(node_share.LoopThreads, "of", lambda processes: LoopThreads(1, 1))
     one_at_a_time = threading.Lock()
     monkeypatch.setattr(
         node_share.NodeSharedReads, "_load_one", lambda self, number: guarded(one_at_a_time, load, self, number)
@@ -303,7 +311,7 @@ def test_a_rank_that_has_failed_before_it_reads_is_not_waited_for(store: Countin
     repo, id = save(store, 2, "rows")
 
     def work(agreement: Agreement) -> Any:
-        neighbours = NodePeers.meet(agreement, 60)
+        neighbours = met(agreement)
         assert neighbours is not None
         node = neighbours.reads(1, patience_s=60.0, emitter=Emitter())
         into = state(agreement.rank, 3, "replicated", fill=False)
