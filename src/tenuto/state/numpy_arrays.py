@@ -15,7 +15,7 @@ from tenuto.model.records import Json
 from tenuto.state.contract import Bound, Buffer, Sink
 from tenuto.state.declarations import Shard, ShardLayout, part_view
 from tenuto.state.encode.aliasing import Geometry
-from tenuto.state.encode.atoms import encode_scalar
+from tenuto.state.encode.atoms import REGISTERED, encode_scalar
 from tenuto.state.encode.walker import SeenLeaf, StateWalker, StructureChanged
 from tenuto.state.frameworks import Refresh, type_name
 from tenuto.state.tree import LEAVES, ROOT, kind_of
@@ -37,7 +37,7 @@ def dtype_name(kind: np.dtype[Any], path: str = "") -> str:
     give."""
     if kind.type.__module__ == _EXTENDED and kind.name in _EXTENDED_NAMES:
         return kind.name
-    if kind.hasobject or kind.names is not None or np.dtype(kind.str) != kind:
+    if kind.hasobject or kind.names is not None or kind.isbuiltin == REGISTERED or np.dtype(kind.str) != kind:
         raise Unserialisable(
             f"{path or ROOT}: an array of {kind} has no representation", subject=path, hint=_hint(kind)
         )
@@ -73,9 +73,10 @@ def _extended(name: str) -> np.dtype[Any] | None:
     if name not in _EXTENDED_NAMES:
         return None
     try:
-        return np.dtype(getattr(importlib.import_module(_EXTENDED), name))
+        kind: np.dtype[Any] = np.dtype(getattr(importlib.import_module(_EXTENDED), name))
     except (ImportError, AttributeError):  # not installed, or a version without this type
         return None
+    return kind
 
 
 def as_bytes(array: Array) -> Buffer:

@@ -59,9 +59,16 @@ def test_two_types_over_the_same_memory_stay_two(tmp_path: Path) -> None:
     assert {kind: found.dtype.name for kind, found in tenuto.load(tmp_path).state.items()} == {k: k for k in views}
 
 
-def test_a_type_that_the_format_lacks_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    with pytest.raises(Unserialisable, match=r"a: an array of int4 .*\n.*array.view\(numpy.uint8\)"):
-        tenuto.save({"a": np.zeros(3, ml_dtypes.int4)}, tmp_path)
+@pytest.mark.parametrize("kind", ["int4", "float8_e3m4", "float8_e4m3b11fnuz"])
+def test_a_type_that_the_format_lacks_is_refused_with_a_way_out(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(Unserialisable, match=rf"a: an array of {kind} .*\n.*array.view\(numpy.uint8\)"):
+        tenuto.save({"a": np.zeros(3, getattr(ml_dtypes, kind))}, tmp_path)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_scalar_of_such_a_type_is_refused_by_its_path(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(Unserialisable, match=f"a: a numpy scalar of type {kind} "):
+        tenuto.save({"a": bits(kind)[0, 1]}, tmp_path)
 
 
 def test_a_process_that_has_not_imported_it_gets_the_type_too(tmp_path: Path) -> None:
