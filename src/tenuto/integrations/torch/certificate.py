@@ -40,7 +40,10 @@ def _optimizers_left_out(state: Mapping[str, Any]) -> Iterator[str]:
     for name, module in state.items():
         if isinstance(module, torch.nn.Module):
             for attribute, value in vars(module).items():
-                if any(id(optimizer) not in covered for optimizer in _optimizers(value)):
+                # torch keeps tensors and submodules in dictionaries of its own; an optimizer is never among them
+                if attribute not in ("_parameters", "_buffers", "_modules") and any(
+                    id(optimizer) not in covered for optimizer in _optimizers(value)
+                ):
                     yield f"{name}: its optimizer {name}.{attribute} is no entry of the state, and is not saved"
 
 
