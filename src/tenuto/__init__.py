@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tenuto.ranks.kv.shared_files import SharedFiles
     from tenuto.repo.replicated.places import Mirror, PerNode
     from tenuto.state.declarations import flat, fused, per_rank, replicated, shard
-    from tenuto.state.frameworks import Tagged
+    from tenuto.state.frameworks import Tagged, register
     from tenuto.training.checkpointer import Checkpointer
     from tenuto.training.preemption import Preempted
     from tenuto.training.stats import Stats
@@ -59,6 +59,7 @@ _HOME = {
     "on": "tenuto.policy",
     "open": "tenuto.api.open",
     "per_rank": "tenuto.state.declarations",
+    "register": "tenuto.state.frameworks",
     "replicated": "tenuto.state.declarations",
     "save": "tenuto.api.save_load",
     "shard": "tenuto.state.declarations",
@@ -94,6 +95,7 @@ __all__ = [
     "on",
     "open",
     "per_rank",
+    "register",
     "replicated",
     "save",
     "shard",

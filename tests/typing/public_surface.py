@@ -79,6 +79,7 @@ def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> No
         assert_type(ckpt.save(wait=True), tenuto.Save)
         assert_type(ckpt.latest_step(), int | None)
         assert_type(ckpt.stats, tenuto.Stats)
+        ckpt.restore_random_state()
         ckpt.step_done(step=7, loss=0.5)
         ckpt.log(tag="baseline", loss=0.5)
         ckpt.stop()
@@ -176,6 +177,7 @@ def placements(tensor: object, declared: Shard) -> None:
     assert_type(tenuto.flat(tensor, whole=(8, 4), begin=16), Shard)
     assert_type(tenuto.replicated(tensor), Replicated)
     assert_type(tenuto.per_rank(tensor), PerRank)
+    tenuto.register(complex, lambda one: [one.real, one.imag], lambda plain: complex(*plain))
     tenuto.declare(declared)
     tenuto.declare(tenuto.replicated(tensor))
 

@@ -24,6 +24,7 @@ from tenuto.repo.repository import Repo
 from tenuto.sharding.slices import Region, region
 from tenuto.state import frameworks
 from tenuto.state.contract import Buffer
+from tenuto.state.numpy_arrays import has_type
 from tenuto.state.restore.rebuild import plain
 from tenuto.state.tree import LEAVES, NOTHING, OWN, PRIVATE, kind_of, leaves_below, node_at, plain_paths
 from tenuto.store.contract import Where
@@ -132,11 +133,11 @@ class Leaf:
 
     def _values(self, framework: str, chosen: Region) -> Any:
         row = dtype(self.dtype)
-        if framework == "numpy" and row.numpy is None:
+        if framework == "numpy" and not has_type(self.dtype):
             raise StateError(
                 f"{self.path}: numpy has no type {self.dtype}",
                 subject=self.path,
-                hint="torch() or [...] gives a tensor; torch().float().numpy() an array",
+                hint="torch() gives a tensor, torch().float().numpy() an array; with ml_dtypes installed numpy has it",
             )
         try:
             adapter = frameworks.adapter_of(framework)

@@ -130,6 +130,8 @@ class Framework:
     positions: the module whose `attach` knows the framework's data loaders.
     loaders: top-level modules besides `name` whose loaders `positions` knows.
     certificate: the module whose `findings` says what makes a resume inexact.
+    iteration: the module whose `follow` begins to note every loader that is iterated, and whose `iterated` names those
+        that training is in the middle of.
     gate: the module whose `gate` guards the updates of optimizers, for fenced captures.
     """
 
@@ -140,6 +142,7 @@ class Framework:
     positions: str = ""
     loaders: frozenset[str] = frozenset()
     certificate: str = ""
+    iteration: str = ""
     gate: str = ""
 
     @property
@@ -164,8 +167,9 @@ BUILT_IN: Final = (
         ),
         rng=f"{_TORCH}.rng",
         positions=f"{_TORCH}.data.loaders",
-        loaders=frozenset({"torchdata"}),
+        loaders=frozenset({"torchdata", "accelerate"}),
         certificate=f"{_TORCH}.certificate",
+        iteration=f"{_TORCH}.data.iteration",
         gate=f"{_TORCH}.fence",
     ),
 )

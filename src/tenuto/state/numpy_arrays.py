@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -13,7 +15,7 @@ from tenuto.model.records import Json
 from tenuto.state.contract import Bound, Buffer, Sink
 from tenuto.state.declarations import Shard, ShardLayout, part_view
 from tenuto.state.encode.aliasing import Geometry
-from tenuto.state.encode.atoms import encode_scalar
+from tenuto.state.encode.atoms import REGISTERED, encode_scalar
 from tenuto.state.encode.walker import SeenLeaf, StateWalker, StructureChanged
 from tenuto.state.frameworks import Refresh, type_name
 from tenuto.state.tree import LEAVES, ROOT, kind_of
@@ -25,24 +27,56 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _NAMES: Final = {row.numpy: row.name for row in DTYPES.values() if row.numpy is not None}
+_EXTENDED: Final = "ml_dtypes"
+"""The package that gives numpy bfloat16 and the types of 8 bits."""
+_EXTENDED_NAMES: Final = frozenset(row.name for row in DTYPES.values() if row.numpy is None and row.code is not None)
 
 
 def dtype_name(kind: np.dtype[Any], path: str = "") -> str:
     """Returns the dtype name of an array. Raises Unserialisable for objects, and for types that their string does not
     give."""
-    if kind.hasobject or kind.names is not None or np.dtype(kind.str) != kind:
+    if kind.type.__module__ == _EXTENDED and kind.name in _EXTENDED_NAMES:
+        return kind.name
+    if kind.hasobject or kind.names is not None or kind.isbuiltin == REGISTERED or np.dtype(kind.str) != kind:
         raise Unserialisable(
-            f"{path or ROOT}: an array of {kind} has no representation",
-            subject=path,
-            hint="save its fields as arrays of their own",
+            f"{path or ROOT}: an array of {kind} has no representation", subject=path, hint=_hint(kind)
         )
     return _NAMES.get(kind.str) or f"numpy:{kind.str}"
 
 
+def _hint(kind: np.dtype[Any]) -> str:
+    if kind.names is not None:
+        return "save its fields as arrays of their own"
+    if kind.hasobject:
+        return "save its elements as a list"
+    if kind.type.__module__ == _EXTENDED:
+        return f"save its bytes, array.view(numpy.uint{8 * kind.itemsize}), and view them as {kind} again"
+    return "save it as another type"
+
+
+def has_type(name: str) -> bool:
+    """Returns whether numpy, or ml_dtypes where it is installed, has a leaf's dtype."""
+    return dtype(name).numpy is not None or _extended(name) is not None
+
+
 def array_dtype(name: str) -> np.dtype[Any]:
-    """Returns numpy's type for a leaf's dtype; where numpy has none, opaque items of its size."""
+    """Returns numpy's type for a leaf's dtype, or that of ml_dtypes where it is installed; where there is none, opaque
+    items of its size."""
     row = dtype(name)
-    return np.dtype(row.numpy if row.numpy is not None else f"V{row.size}")
+    if row.numpy is not None:
+        return np.dtype(row.numpy)
+    return _extended(name) or np.dtype(f"V{row.size}")
+
+
+@cache
+def _extended(name: str) -> np.dtype[Any] | None:
+    if name not in _EXTENDED_NAMES:
+        return None
+    try:
+        kind: np.dtype[Any] = np.dtype(getattr(importlib.import_module(_EXTENDED), name))
+    except (ImportError, AttributeError):  # not installed, or a version without this type
+        return None
+    return kind
 
 
 def as_bytes(array: Array) -> Buffer:
@@ -110,7 +144,7 @@ class ArraySink:
 
 def _geometry(array: Array) -> Geometry:
     low, high = np.lib.array_utils.byte_bounds(array)
-    return Geometry("cpu", high - low if array.nbytes else 0, ("numpy", array.dtype.str, array.shape, array.strides))
+    return Geometry("cpu", high - low if array.nbytes else 0, ("numpy", str(array.dtype), array.shape, array.strides))
 
 
 def _part_rows(array: Array, layout: ShardLayout) -> list[SeenLeaf]:

@@ -118,6 +118,15 @@ def walk(node: Json, path: str = "") -> Iterator[tuple[str, Json]]:
             stack.extend([(depth + 1, *child) for child in reversed(below)])
 
 
+OBJECTS: Final = frozenset({"module", "optimizer", "object"})
+"""Kinds whose content an existing object has to take: without one it is entries, and no longer what was saved."""
+
+
+def holds_objects(node: Json) -> bool:
+    """Returns whether the node is or contains the state of an object."""
+    return any(kind_of(one) in OBJECTS for _, one in walk(node))
+
+
 def is_plain(node: Json) -> bool:
     """Returns whether the node contains neither leaves (except long bytes) nor objects."""
     waiting = [node]

@@ -182,7 +182,8 @@ class Checkpointer:
     def restore(self) -> Restored | None:
         """Restores what `resume_from` says, once; None if there is nothing to restore.
 
-        Reads only: the run is claimed by `steps`, `epochs`, `step_done` or `save`. An earlier Checkpointer of this
+        Reads only: the run is claimed by `steps`, `epochs`, `step_done` or `save`. In a loop of your own, call
+        `restore_random_state` where its first step begins, if anything draws before it. An earlier Checkpointer of this
         process that still owns the run is closed first, and saves nothing new. Raises NothingRestorable if checkpoints
         exist and none is whole, StateMismatch if the state's structure differs.
         """
@@ -244,7 +245,12 @@ class Checkpointer:
             training.tag(tags)
 
     def step_done(self, step: int | None = None, **metrics: Any) -> None:
-        """Completes a step, in a loop of your own; `step` is its number, else one more than the last."""
+        """Completes a step, in a loop of your own; `step` is its number, else one more than the last.
+
+        Nothing here counts the batches that such a loop takes. Its position in the data is known only if `data`, or an
+        entry of the state, counts by itself (`state_dict`, `load_state_dict`); else the certificate says that the
+        resume is not exact.
+        """
         training = self._armed()
         if training is None:
             return
@@ -264,6 +270,17 @@ class Checkpointer:
                 hint="pass the number of completed steps; after ckpt.restore() continue from ckpt.step",
             )
         training.step_done(number, as_floats(metrics))
+
+    def restore_random_state(self) -> None:
+        """Restores the random generators once more: for a loop of your own, right before its first step.
+
+        `restore` restores them too, but what draws between it and the first step (a trainer's checks, the making of a
+        loader's iterator) moves them on. `steps` and `epochs` do this by themselves. Does nothing where nothing was
+        restored. Raises UsageError before `restore` and once a step is completed.
+        """
+        training = self._armed()
+        if training is not None:
+            training.restore_random_state()
 
     def save(self, wait: bool = False) -> Save:
         """Saves now, or at the end of the open step; behind the batches of an epoch, at the end of its body, whose rest

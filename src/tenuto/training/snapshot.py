@@ -116,8 +116,13 @@ class Findings:
     versions: Mapping[str, Any] = field(default_factory=dict)
 
 
-def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict[str, Any]:
-    """Returns the certificate as plain JSON values.
+UNCOUNTED: Final = (
+    "the batches are not taken from ckpt.batches, so nothing counts them: the position in the data is not known"
+)
+
+
+def certificate(state: Mapping[str, Any], position: DataPosition | None, *, uncounted: bool = False) -> dict[str, Any]:
+    """Returns the certificate as plain JSON values. `uncounted`: training takes its batches past `position`.
 
     exact: nothing is known that would make a resume inexact; else `reasons` lists it.
     caveats: what may make it inexact, and cannot be checked.
@@ -128,7 +133,14 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict
     reasons = [reason for one in found for reason in one.reasons]
     caveats = [caveat for one in found for caveat in one.caveats]
     if position is None:
+        iterated = sorted({name for _, module in loaded("iteration") for name in module.iterated(state)})
+        if iterated:
+            reasons.append(
+                f"training is in the middle of {', '.join(iterated)}, and no data= was given to count its batches"
+            )
         caveats.append("no data= was given, so the position in the data is not covered")
+    elif uncounted:
+        reasons.append(UNCOUNTED)
     else:
         reasons += position.reasons
         caveats += position.caveats
@@ -146,7 +158,7 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict
             *(str(name) for name in state),
             "step and epoch",
             *(f"random generators of {name}" for name in generators),
-            *(["position in the data"] if position is not None and position.exact else []),
+            *(["position in the data"] if position is not None and position.exact and not uncounted else []),
         ],
         "leaves_out": list(NOT_COVERED),
         "settings": settings,
@@ -222,6 +234,8 @@ class Snapshots:
         self._private: dict[str, Any] = {}
         self._flattener = Flattener(state, private=self._private)
         self._environment: dict[str, Json] | None = None
+        for _, module in loaded("iteration"):
+            module.follow()
 
     def now(self) -> Flattened:
         self._private.update(self._position.private())
@@ -248,7 +262,7 @@ class Snapshots:
         )
 
     def certificate(self) -> dict[str, Json]:
-        found = certificate(self._state, self._position.data)
+        found = certificate(self._state, self._position.data, uncounted=self._position.uncounted)
         found["caveats"] += self._position.caveats + self._position.reasons
         if self._position.world_size > 1:
             found["at_other_ranks"] = elsewhere(self._position.data)

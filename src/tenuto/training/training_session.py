@@ -29,12 +29,16 @@ from tenuto.training.pending_saves import LateMetricTrigger, PendingRequests
 from tenuto.training.preemption import PreemptionHandler, await_saves, warn_of_epochs, warn_of_unsaved
 from tenuto.training.resume import RunClaim
 from tenuto.training.saves import RunSaver
-from tenuto.training.snapshot import Snapshots, StateMark
+from tenuto.training.snapshot import UNCOUNTED, Snapshots, StateMark
 
 CLOSE_DEADLINE_S = 600.0
 GIVE_BACK_S = 20.0
 """The part of the time given to `close` that is reserved for giving the run back."""
 STOPPED = "stop() was called"
+COUNTED_FORMS = (
+    "Take them from ckpt.batches, inside ckpt.steps(n) or ckpt.epochs(n); in a loop of your own pass data that counts "
+    "by itself, with state_dict and load_state_dict"
+)
 
 
 class SessionProbe(Protocol):
@@ -106,6 +110,7 @@ class TrainingSession:
         self._preemption = PreemptionHandler(self._signal_came, catch=catch)
         self._foreign_loop = False
         """Whether a loop of the user's own calls `step_done`."""
+        self._warned_of_uncounted = False
         self._requests = PendingRequests(self, saving, snapshots)
         self._late_metrics = LateMetricTrigger(self, saving, snapshots)
         self._early: dict[str, float] = {}
@@ -250,7 +255,8 @@ class TrainingSession:
         self._refuse_if_closed()
         with self._preemption.undisturbed():
             self.open = False
-            self.position.counters.step += 1
+            self.position.complete_step(own_loop=self._foreign_loop and self.loop is None)
+            self._warn_of_uncounted_batches()
             self._consider(epoch_ended=epoch_ended, ending=ending)
             self._act_on_signal()  # one that came meanwhile: the next step's batch may be long in coming
 
@@ -260,7 +266,7 @@ class TrainingSession:
         with self._preemption.undisturbed():
             if self.open:
                 self.open = False
-                self.position.counters.step += 1
+                self.position.complete_step()
             self.position.end_epoch()
             self._consider(epoch_ended=True, ending=ending)
 
@@ -300,7 +306,26 @@ class TrainingSession:
         self.complete_step()
         self._late_metrics.mark()
 
+    def _warn_of_uncounted_batches(self) -> None:
+        """Warns, once, where there is data and the loop takes its batches past it."""
+        if self.position.uncounted and not self._warned_of_uncounted:
+            self._warned_of_uncounted = True
+            self.saving.warn(f"a resume is not exact: {UNCOUNTED}. {COUNTED_FORMS}")
+
     # -- what the user asks for ----------------------------------------------------------------------------------------
+
+    def restore_random_state(self) -> None:
+        """Restores the random state of what was restored, before the first step."""
+        if not self.claiming.done:
+            raise UsageError("nothing was restored yet", subject=self.run, hint="call ckpt.restore() first")
+        restored = self.claiming.restored
+        if self.step > (restored.step if restored is not None else 0):
+            raise UsageError(
+                f"step {self.step} is completed since the restore, and the random state belongs before the first step",
+                subject=self.run,
+                hint="call it once everything is ready to train, before the first step",
+            )
+        self.position.restore_random_state()
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Logs metrics of the open step; outside, of the last completed one, noted if its checkpoint is taken

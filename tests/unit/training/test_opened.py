@@ -26,6 +26,7 @@ from tenuto.errors import (
     StateError,
     UsageError,
 )
+from tenuto.state import numpy_arrays
 from tenuto.store.contract import Reader
 from tenuto.store.memory import MemoryReader, MemoryStore
 
@@ -135,7 +136,8 @@ def test_plain_values(place: str) -> None:
             opened.plain("nope")
 
 
-def test_errors_say_what_to_do(place: str) -> None:
+def test_errors_say_what_to_do(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_arrays, "_extended", lambda name: None)  # as without ml_dtypes
     tenuto.save(state(), place, step=1)
     with tenuto.open(place) as opened:
         for path, words in {

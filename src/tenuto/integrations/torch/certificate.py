@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from tenuto.integrations.torch.wrappers import unsynchronised
+from tenuto.state.frameworks import is_stateful
 from tenuto.state.position.positions import DataPosition
 from tenuto.training import snapshot as plain
 from tenuto.training.snapshot import Findings
@@ -28,9 +29,43 @@ def findings(state: Mapping[str, Any]) -> Findings:
     accelerated = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     reasons = tuple(_nondeterminism()) if accelerated else ()
     caveats = tuple(_unsaved(state))
+    left_out = tuple(_optimizers_left_out(state))
+    if any(map(_may_cover, state.values())):
+        caveats += left_out
+    else:
+        reasons += left_out
     if not any(isinstance(value, torch.optim.Optimizer) for value in state.values()):
         caveats += ("no torch optimizer is an entry of the state",)
     return Findings(reasons, caveats, _settings(), {"torch": str(torch.__version__), "cuda": torch.version.cuda})
+
+
+def _optimizers_left_out(state: Mapping[str, Any]) -> Iterator[str]:
+    """Describes optimizers that are attributes of a module of the state, whose state_dict() leaves them out."""
+    covered = {id(optimizer) for value in state.values() for optimizer in _optimizers(value)}
+    for name, module in state.items():
+        if isinstance(module, torch.nn.Module):
+            for attribute, value in vars(module).items():
+                # torch keeps tensors and submodules in dictionaries of its own; an optimizer is never among them
+                if attribute not in ("_parameters", "_buffers", "_modules") and any(
+                    id(optimizer) not in covered for optimizer in _optimizers(value)
+                ):
+                    yield f"{name}: its optimizer {name}.{attribute} is no entry of the state, and is not saved"
+
+
+def _optimizers(value: Any) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(value, torch.optim.Optimizer):
+        yield value
+        yield from _optimizers(getattr(value, "optimizer", None))  # one that wraps another, as accelerate's
+    elif type(value) in (dict, list, tuple):
+        for inner in value.values() if type(value) is dict else value:
+            yield from _optimizers(inner)
+
+
+def _may_cover(entry: Any) -> bool:
+    """Returns whether an entry has a state of its own making, in which an optimizer may be."""
+    return is_stateful(entry) and not isinstance(
+        entry, torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
+    )
 
 
 def _nondeterminism() -> Iterator[str]:

@@ -282,8 +282,22 @@ def _same(value: torch.Tensor, own: torch.Tensor) -> bool:
 # -- encode
 
 
+def _refuse_engine(module: nn.Module, path: str) -> None:
+    """Raises StateError for DeepSpeed's engine, whose state_dict() leaves out the optimizer, the loss scale and the
+    partitions that the engine keeps beside the module."""
+    kinds = [(base.__module__.partition(".")[0], base.__name__) for base in type(module).__mro__]
+    if ("deepspeed", "DeepSpeedEngine") in kinds:
+        raise StateError(
+            f"{path or ROOT}: the state_dict() of a DeepSpeedEngine has the weights alone, and not its optimizer",
+            subject=path,
+            hint="pass engine.module, and beside it, as tenuto.per_rank(…), an object with the state_dict and "
+            "load_state_dict of engine.optimizer",
+        )
+
+
 def encode(module: nn.Module, path: str, writer: StateWalker) -> tuple[Json, Refresh]:
     refuse_unknown(module, path)
+    _refuse_engine(module, path)
     put_back = settling(module)
     for put in put_back:
         put()
@@ -402,6 +416,7 @@ class _Slots:
 
 
 def restore(module: nn.Module, node: Json, path: str, restorer: Restorer) -> Thunk:
+    _refuse_engine(module, path)
     kind = kind_of(node)
     if kind != "module" and kind not in KEYED:
         return restorer.mismatch(module, path, restorer.words(node), f"a module ({type_name(type(module))})")

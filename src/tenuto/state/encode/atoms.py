@@ -129,9 +129,13 @@ def random_state(node: Json, path: str) -> Any:
     return decode_atom(node, path).getstate()
 
 
+REGISTERED: Final = 2
+"""`isbuiltin` of a type that another package has given numpy. Its string is that of another type, or of none."""
+
+
 def encode_scalar(value: np.generic) -> Json:
     array = np.asarray(value)
-    if array.dtype.hasobject or np.dtype(array.dtype.str) != array.dtype:
+    if array.dtype.hasobject or array.dtype.isbuiltin == REGISTERED or np.dtype(array.dtype.str) != array.dtype:
         raise Unserialisable(f"a numpy scalar of type {array.dtype} has no representation")
     return {"!": "npscalar", "dtype": array.dtype.str, "v": _b64(array.tobytes())}
 

@@ -11,10 +11,12 @@ import collections
 import dataclasses
 import datetime
 import enum
+import functools
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from tenuto.errors import StateError, TenutoError, Unserialisable
 from tenuto.model.leaf import METADATA, LeafSpec, Placement, join
@@ -505,12 +507,22 @@ def _state_of(value: Any, path: str) -> Any:
         ) from error
 
 
+_CODE: Final = (
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    functools.partial,
+)
+
+
 def _hint(value: Any) -> str:
     if isinstance(value, datetime.tzinfo):
         return "use datetime.timezone with a fixed offset"
-    if callable(value):
-        return "functions are code, not state; leave it out of the state"
-    return "give it state_dict and load_state_dict, or tenuto.state.frameworks.register its type"
+    if isinstance(value, _CODE):
+        return "functions, classes and modules are code, not state; leave it out of the state"
+    return "give it state_dict and load_state_dict, or call tenuto.register with its type"
 
 
 def _located(error: Unserialisable, path: str) -> Unserialisable:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Protocol, cast
 
-from tenuto.errors import CorruptionError, StateMismatch, UsageError
+from tenuto.errors import CorruptionError, StateError, StateMismatch, TenutoError, UsageError
 from tenuto.model.records import Json
 from tenuto.state.frameworks import positions_of
 
@@ -94,6 +94,7 @@ class DataPosition(Protocol):
     - `caveats`: possible differences that this position cannot see.
     - `batches_per_epoch`: None where the source does not know.
     - `elsewhere`: describes the position on another number of ranks.
+    - `in_source`: the source counts by itself, whoever iterates it; else only what `iterate` returns is counted.
     """
 
     @property
@@ -106,6 +107,8 @@ class DataPosition(Protocol):
     def batches_per_epoch(self) -> int | None: ...
     @property
     def elsewhere(self) -> str: ...
+    @property
+    def in_source(self) -> bool: ...
 
     def batches_in(self, epoch: int) -> int | None:
         """Returns `batches_per_epoch` of one epoch: one begun by another number of ranks may differ."""
@@ -234,6 +237,7 @@ class CountedPosition:
     """The common part of all positions: counting, and refusing foreign states."""
 
     kind = ""
+    in_source = False
     _has_length = True
     """False where the source's length is only a guess."""
 
@@ -349,6 +353,7 @@ class StatefulPosition(CountedPosition):
     """Anything with `state_dict` and `load_state_dict` that counts what it yields."""
 
     kind = "stateful"
+    in_source = True
     _loaded: tuple[int, bool] | None = None
     _source_state: Any = None
     """The state loaded into the source, until it is iterated."""
@@ -370,7 +375,17 @@ class StatefulPosition(CountedPosition):
         self._current.ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._progress(), "source": self._data.state_dict()}
+        try:
+            source = self._data.state_dict()
+        except TenutoError:
+            raise
+        except Exception as error:
+            raise StateError(
+                f"data: state_dict() of {self._source} failed: {error!r}",
+                subject="data",
+                hint="pass data that can say its state before the first batch too, or one without state_dict",
+            ) from error
+        return {**self._progress(), "source": source}
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._take(state)

@@ -74,7 +74,12 @@ class TrainingPosition:
         self.counters = Counters()
         self.data: DataPosition | None = attach(data) if data is not None else None
         self._iterator: Iterator[Any] | None = None
+        self._taken = False
+        """Whether this loop takes its batches from the position, which counts them."""
+        self.uncounted = False
+        """Whether steps were completed on batches that nothing has counted, though there is data."""
         self._pending: Any = None
+        """The random state that was restored, until the first step is completed or `settle` has restored it."""
         self.on_batch: Callable[[Any], None] | None = None
         """Called with each batch that is delivered."""
 
@@ -117,6 +122,7 @@ class TrainingPosition:
         """
         self.counters.step, self.counters.epoch, self.counters.batch = counters.step, counters.epoch, counters.batch
         self._iterator = None
+        self._taken = self.uncounted = False
         self.reasons, self.caveats = (), ()
         self._pending = private.get("random") or None
         if moved is not None:
@@ -166,6 +172,19 @@ class TrainingPosition:
             apply(self._pending)
             self._pending = None
 
+    def restore_random_state(self) -> None:
+        """Restores the random state of the save once more, in a loop that does not call `settle`."""
+        if self._pending is not None:
+            apply(self._pending)
+
+    def complete_step(self, *, own_loop: bool = False) -> None:
+        """Counts a completed step. `own_loop`: one of the user's own, which takes its batches elsewhere."""
+        self.counters.step += 1
+        self._pending = None
+        if own_loop:
+            self._taken = False
+        self.uncounted = self.data is not None and not self._taken and not self.data.in_source
+
     def iterator(self) -> Iterator[Any]:
         """Returns the rest of this epoch's batches; the same iterator until the epoch ends."""
         if self.data is None:
@@ -190,6 +209,7 @@ class TrainingPosition:
         """Returns the next batch of this epoch. Raises StopIteration at its end."""
         batch = next(self.iterator())
         self.counters.batch += 1
+        self._taken, self.uncounted = True, False
         if self.on_batch is not None:
             self.on_batch(batch)
         return batch
@@ -197,6 +217,7 @@ class TrainingPosition:
     def end_epoch(self) -> None:
         self.counters.epoch += 1
         self.counters.batch = 0
+        self.uncounted = False  # the next epoch begins at its beginning, whoever gave the batches of this one
         self._iterator = None
 
     @property

@@ -16,7 +16,18 @@ from tenuto.state.encode.walker import StateWalker
 from tenuto.state.frameworks import type_name
 from tenuto.state.restore.class_fields import holds_structure
 from tenuto.state.restore.restorer import ABSENT, Restorer, Thunk
-from tenuto.state.tree import KEYED, ROOT, are_segments, is_plain, items, kind_of, segment, sequence, walk
+from tenuto.state.tree import (
+    KEYED,
+    ROOT,
+    are_segments,
+    holds_objects,
+    is_plain,
+    items,
+    kind_of,
+    segment,
+    sequence,
+    walk,
+)
 
 # -- keys of dictionaries and elements of sets: spelled for comparison, and restored as hashable values
 
@@ -108,8 +119,10 @@ def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: b
 
 def _fills(plan: Restorer, child: Json, like: Sized) -> bool:
     """Returns whether an empty target takes what the checkpoint has. With other ranks around, it takes no tensors
-    except its own: where its stage or experts have none, they belong to others."""
-    return not len(like) and (not plan.apart or plan.private or is_plain(child))
+    except its own: where its stage or experts have none, they belong to others. An object's state needs the object."""
+    if len(like):
+        return False
+    return plan.private or is_plain(child) or (not plan.apart and not holds_objects(child))
 
 
 def _paired(pairs: list[tuple[Any, Json]], like: Any, path: str) -> tuple[list[_Entry], list[tuple[Any, Json]]]:

@@ -18,7 +18,7 @@ from tenuto.state.restore.class_fields import enum_member, named_fields, refused
 from tenuto.state.restore.entries import key_thunk, matched, spell, spelled, stateful, structured
 from tenuto.state.restore.restorer import ABSENT, Restorer, Thunk
 from tenuto.state.restore.selection import Selection
-from tenuto.state.tree import LEAVES, OWN, ROOT, STRUCTURE, items, kind_of, name_of, segment, sequence
+from tenuto.state.tree import LEAVES, OWN, ROOT, STRUCTURE, holds_objects, items, kind_of, name_of, segment, sequence
 
 
 def declared_value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
@@ -90,6 +90,8 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
             return matched(plan, node, like, path)
         if (mismatch := refused(plan, node, like, path)) is not None:
             return mismatch
+    if keep and like is None and holds_objects(node):
+        return _nobody_takes(plan, node, path)
     if keep and kind not in _TRANSPARENT and not plan.takes(path):
         return lambda: like
     if keep and kind == "random" and isinstance(like, random.Random):
@@ -100,6 +102,14 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
     if keep and kind not in STRUCTURE:
         plan.restored.append(path or ROOT)
     return _build(plan, node, like, path, keep)
+
+
+def _nobody_takes(plan: Restorer, node: Json, path: str) -> Thunk:
+    """Refuses an object's state where the target has None: as plain entries it would look restored, and whoever makes
+    the object later would go on with a fresh one."""
+    if not plan.takes_some(node, path):
+        return lambda: None
+    return plan.mismatch(None, path, plan.words(node), "None, and not yet the object that takes it,")
 
 
 _TRANSPARENT: Final = frozenset({"dataclass", "namedtuple", "tuple"})

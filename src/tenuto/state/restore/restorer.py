@@ -211,6 +211,7 @@ class Restorer:
             "list": "a list",
             "module": "a module's entries",
             "object": "an object's state",
+            "optimizer": "an optimizer's state",
         }
         return named.get(kind, f"a {kind}") + (
             f" ({node['type']})" if isinstance(node, dict) and "type" in node else ""

@@ -33,14 +33,24 @@ UNSEEDED_WORKERS: Final = (
     "random augmentation in loader workers is repeated only where it is seeded per sample: "
     "a worker's own generators cannot be put back to where they were inside an epoch"
 )
+PREPARED: Final = (
+    "{name} wraps a loader, reads ahead of what it gives, and draws its order anew; pass the DataLoader itself, as it "
+    "was before accelerator.prepare"
+)
 STATEFUL_HINT: Final = "torchdata's StatefulDataLoader keeps it"
 
 
 def attach(loader: Any) -> DataPosition | None:
     """Returns the position of a DataLoader or a subclass, such as torchdata's StatefulDataLoader; None for anything
-    else."""
+    else.
+
+    What only says that it is a DataLoader (`__class__`), as accelerate's prepared loaders do, cannot be positioned: its
+    own state, where it has one, leaves the order out.
+    """
     if not isinstance(loader, DataLoader):
         return None
+    if not issubclass(type(loader), DataLoader):
+        return RestartingPosition(loader, PREPARED.format(name=type(loader).__name__))
     caveats = (UNSEEDED_WORKERS,) if loader.num_workers > 0 else ()
     if has_state(loader):
         return _of_stateful(loader, caveats)

@@ -1,0 +1,69 @@
+"""Modules that own their optimizer: what their state_dict() leaves out is refused or told, never certified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tenuto
+from tenuto.errors import StateError
+from tenuto.integrations.torch.certificate import certificate
+
+
+class Agent(nn.Module):
+    def __init__(self, optimizer: Any = torch.optim.Adam) -> None:
+        super().__init__()
+        self.policy = nn.Linear(2, 1)
+        self.optimizer = optimizer(self.policy.parameters())
+
+
+def engine() -> nn.Module:
+    """As far as anybody looks at one: DeepSpeed's own needs a group of processes."""
+    kind = type("DeepSpeedEngine", (Agent,), {"__module__": "deepspeed.runtime.engine"})
+    return type("PipelineEngine", (kind,), {"__module__": "deepspeed.runtime.pipe.engine"})()
+
+
+def test_an_engine_of_deepspeed_is_refused_with_what_to_pass(tmp_path: Any) -> None:
+    for what in (
+        lambda: tenuto.Checkpointer(tmp_path, {"model": engine()}),
+        lambda: tenuto.save({"model": engine()}, tmp_path),
+    ):
+        with pytest.raises(StateError, match=r"(?s)model: .*DeepSpeedEngine .*hint: pass engine\.module"):
+            what()
+    tenuto.save({"model": nn.Linear(2, 1)}, tmp_path)
+    with pytest.raises(StateError, match="DeepSpeedEngine"):
+        tenuto.load(tmp_path, into={"model": engine()})
+
+
+def test_an_optimizer_that_only_a_module_knows_is_told() -> None:
+    agent = Agent()
+    told = "agent: its optimizer agent.optimizer is no entry of the state, and is not saved"
+    found = certificate({"agent": agent}, None)
+    assert not found["exact"] and found["reasons"] == [told]
+    agent.optimizer = [agent.optimizer]  # type: ignore[assignment]
+    assert certificate({"agent": agent}, None)["reasons"] == [told]
+
+
+class Wrapped(torch.optim.SGD):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__([nn.Parameter(torch.ones(1))])
+        self.optimizer = optimizer
+
+
+def test_an_optimizer_that_is_an_entry_or_may_be_inside_one_is_no_reason() -> None:
+    agent = Agent()
+    for entry in (agent.optimizer, {"policy": agent.optimizer}, Wrapped(agent.optimizer)):
+        assert certificate({"agent": agent, "optimizer": entry}, None)["exact"]
+
+    class Trainer:
+        def state_dict(self) -> dict[str, Any]:
+            return agent.optimizer.state_dict()
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            agent.optimizer.load_state_dict(state)
+
+    found = certificate({"agent": agent, "trainer": Trainer()}, None)
+    assert found["exact"] and any("its optimizer" in caveat for caveat in found["caveats"])
