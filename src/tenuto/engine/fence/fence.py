@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
+from tenuto.concurrency.interruption import Latch, undisturbed
 from tenuto.concurrency.worker_threads import BackgroundWork, foreground_threads
 from tenuto.engine.staging.capture import Capturer
 from tenuto.state.contract import Bound, Flattened
@@ -180,8 +181,8 @@ class Fence:
         self._late: list[_Slice] | None = None
         self._copies: list[tuple[LateCopies, list[int]]] = []
         """The copies of each device, and the leaves of the slices that are watched there."""
-        self._flushed = threading.Event()
-        self._copied = threading.Event()
+        self._flushed = Latch()
+        self._copied = Latch()
         self._judging = threading.Lock()
         self._passing = threading.RLock()
         self._open = False
@@ -333,7 +334,7 @@ class Fence:
 
     def before_update(self) -> None:
         """Returns when training's memory may change. What goes wrong fails the save, never the update."""
-        with self._passing:  # two threads, or one that a signal's handler interrupts here
+        with undisturbed, self._passing:  # two threads, or one that a signal's handler interrupts here
             if self._open:
                 return
             begun = time.perf_counter()
