@@ -21,13 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import tenuto
 from campaigns.result_file import Progress, ResultHeader, deliver, options
-from campaigns.signals.delivery import Delivery, Recorder, Site, Tracer
+from campaigns.signals.delivery import Delivery, Key, Recorder, Site, Tracer
 from campaigns.signals.trainings import TRAININGS, Report, Training, by_name, state
 from tenuto import on
 from tenuto.errors import TenutoError
@@ -54,8 +54,8 @@ class Mode:
 TERM, INT, OWN = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2
 MODES: Final = (
     Mode("terminate", (TERM,), True, (128 + TERM, -TERM)),
-    Mode("interrupt twice", (INT, INT), True, (128 + INT, -INT), returns=True),
-    Mode("interrupt", (INT,), False, (-INT,), returns=True),
+    Mode("interrupt twice", (INT, INT), True, (128 + INT,), returns=True),
+    Mode("interrupt", (INT,), False, (128 + INT,), returns=True),
     Mode("handler of one's own", (OWN,), True, (RAISED,)),
 )
 
@@ -81,11 +81,10 @@ def leave(number: int, frame: Any) -> None:
     raise SystemExit(RAISED)
 
 
-def training_process(
-    training: Training, mode: Mode, where: Path, report: Report, came: Callable[[Any], None], log: Path
-) -> int:
+def training_process(case: tuple[Training, Mode], place: Path, report: Report, came: Callable[[Key], None]) -> int:
     """Runs the training in this process, which was forked for it; its exit status, as a shell sees it."""
-    with open(log, "w") as out:
+    training, mode = case
+    with open(place / "log", "w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     faulthandler.dump_traceback_later(PATIENCE_S, file=sys.__stderr__)
@@ -96,7 +95,7 @@ def training_process(
     status = 0
     try:
         Tracer(came).start()
-        training.run(where, report, on.signal() if mode.catches else None)
+        training.run(place / "run", report, on.signal() if mode.catches else None)
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else 1
     except KeyboardInterrupt:
@@ -108,7 +107,7 @@ def training_process(
 
 
 def in_child(work: Callable[[], int]) -> int:
-    """Runs `work` in a forked process to its end, exit hooks included; how that ended, and `HANGS` where it does not."""
+    """Runs `work` in a forked process to its end, exit hooks included; how it ended, `HANGS` where it does not."""
     pid = os.fork()
     if pid:
         return _status(pid)
@@ -126,7 +125,7 @@ def in_child(work: Callable[[], int]) -> int:
     finally:
         sys.settrace(None)
         sys.stderr.flush()
-        os._exit(128 + INT if status == -INT else status & 255)
+        os._exit(128 + INT if status == -INT else status)
     return 0
 
 
@@ -173,9 +172,9 @@ def _before(where: Path, training: Training) -> int:
 
 
 @contextmanager
-def _place() -> Iterator[str]:
+def _place() -> Iterator[Path]:
     """A directory that a forked process does not remove at its own end."""
-    place = tempfile.mkdtemp(prefix="tenuto-signals-")
+    place = Path(tempfile.mkdtemp(prefix="tenuto-signals-"))
     try:
         yield place
     finally:
@@ -198,12 +197,12 @@ def play(case: Case) -> Outcome:
     training, mode = by_name(case.training), mode_of(case.mode)
     report = Report()
     with _place() as place:
-        where, log, told = Path(place) / "run", Path(place) / "log", Path(place) / "judged"
+        where, log, told = place / "run", place / "log", place / "judged"
         if training.resumes:
             in_child(lambda: _before(where, training))
 
         def work() -> int:
-            status = training_process(training, mode, where, report, Delivery(case.site, mode.numbers, report), log)
+            status = training_process((training, mode), place, report, Delivery(case.site, mode.numbers, report))
             sys.settrace(None)
             threading.settrace(None)
             if status == -INT:
@@ -249,10 +248,7 @@ def _faults(mode: Mode, status: int, report: Report, judged: dict[str, Any] | No
         return
     if status == HANGS:
         yield "hangs"
-    expected = {code & 255 if code > 0 else code for code in mode.statuses} | {
-        128 - code for code in mode.statuses if code < 0 and code == -INT
-    }
-    if status not in expected and status != HANGS:
+    elif status not in mode.statuses:
         yield f"left with status {status}"
     if report["begun"] > report["begun_then"] + 1:
         yield f"trained on for {report['begun'] - report['begun_then']} steps"
@@ -269,51 +265,63 @@ def _faults(mode: Mode, status: int, report: Report, judged: dict[str, Any] | No
 # -- all of them ---------------------------------------------------------------------------------------------------
 
 
-def sites(training: Training, mode: Mode) -> list[tuple[Site, int]]:
+def sites(training: Training) -> list[tuple[Site, int]]:
     """The lines that a training comes to where no signal comes, with how often."""
     report = Report()
     with _place() as place:
-        where, log, told = Path(place) / "run", Path(place) / "log", Path(place) / "sites"
+        told = place / "sites"
         if training.resumes:
-            in_child(lambda: _before(where, training))
+            in_child(lambda: _before(place / "run", training))
         recorder = Recorder()
 
         def work() -> int:
-            status = training_process(training, mode, where, report, recorder, log)
+            status = training_process((training, MODES[0]), place, report, recorder)
             sys.settrace(None)
             told.write_text(json.dumps([[*key, count] for key, count in recorder.counts.items()]))
             return status
 
         status = in_child(work)
-        assert status == 0, f"{training.name} ends with {status}: {log.read_text()}"
+        assert status == 0, f"{training.name} ends with {status}: {(place / 'log').read_text()}"
         found = json.loads(told.read_text())
     report.close()
-    return [
-        (Site(writer, file, line, event), count)
-        for writer, file, line, event, count in found
-        if event == "line" or (mode.returns and not writer)
-    ]
+    return [(Site(writer, file, line, event), count) for writer, file, line, event, count in found]
 
 
-def cases(seed: int, share: float, names: Sequence[str] = ()) -> list[Case]:
-    """The cases: each line at the first time and at the last time it is reached; of all these a share."""
+NEAR: Final = (
+    "training/",
+    "engine/save/",
+    "engine/staging/p",
+    "engine/fence/",
+    "engine/memory_tier/",
+    "concurrency/",
+    "state/update_barrier",
+    "threading.py",
+)
+"""Where threads wait for each other; of what only computes, a tenth is swept."""
+
+
+def cases(seed: int, number: int | None = None, names: Sequence[str] = ()) -> list[Case]:
+    """The cases: each line, at the first time and at the last time that it is reached; `number` of them, drawn."""
     source = random.Random(seed)
     found = []
     for training in TRAININGS:
         if names and training.name not in names:
             continue
+        reached = sites(training)
         for mode in MODES:
-            for site, count in sites(training, mode):
-                for number in sorted({1, count}):
-                    if source.random() < share:
-                        at = Site(site.writer, site.file, site.line, site.event, number)
-                        found.append(Case(training.name, mode.name, at))
-    return found
+            for site, count in reached:
+                if site.event == "return" and (site.writer or not mode.returns):
+                    continue
+                if site.file.startswith(NEAR) or source.random() < 0.1:
+                    numbers = sorted({1, count})
+                    found += [Case(training.name, mode.name, replace(site, count=one)) for one in numbers]
+    source.shuffle(found)
+    return found[:number]
 
 
 def sweep(what: Sequence[Case], workers: int) -> Iterator[Outcome]:
     with ProcessPoolExecutor(workers) as pool:
-        yield from pool.map(play, what, chunksize=8)
+        yield from pool.map(play, what, chunksize=1)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -334,19 +342,24 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options("campaigns.signals", "Signals at every line of a save's way.", workers=2)
-    parser.add_argument("--share", type=float, default=1.0, help="the share of the cases that is played")
+    from campaigns.signals.bugs import run_bugs
+
+    parser = options("campaigns.signals", "Signals at every line of a save's way.", workers=2, bugs=True)
+    parser.add_argument("--cases", type=int, help="how many are played; all, unless given")
     parser.add_argument("--trainings", nargs="*", default=[], help="only these")
     chosen = parser.parse_args(arguments)
     header = ResultHeader("campaigns.signals", arguments, seed=chosen.seed, packages=("torch",))
     import torch
 
     torch.set_num_threads(1)
+    torch.compiler.assume_constant_result(main)  # type: ignore[no-untyped-call]  # loads the compiler, which takes long
+    bugs = [] if chosen.no_bugs else run_bugs(chosen.seed)
     log, outcomes = Progress(), []
-    what = cases(chosen.seed, chosen.share, chosen.trainings)
+    what = cases(chosen.seed, chosen.cases, chosen.trainings)
     for outcome in sweep(what, chosen.workers):
         outcomes.append(outcome)
         log(f"{len(outcomes):,} of {len(what):,} cases, {sum(bool(one.faults) for one in outcomes)} with a fault")
     log.end()
-    deliver(header.result(summary(outcomes)), chosen.json)
-    return 0 if all(not one.faults for one in outcomes) else 1
+    seeded = {"bugs_seeded": len(bugs), "bugs_caught": sum(bug["caught"] for bug in bugs), "bugs": bugs}
+    deliver(header.result({**summary(outcomes), **seeded}), chosen.json)
+    return 0 if all(not one.faults for one in outcomes) and all(bug["caught"] for bug in bugs) else 1

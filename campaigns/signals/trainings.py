@@ -105,6 +105,8 @@ def counted(where: Path, report: Report, leaving: SavePolicy | None) -> None:
             with body(one, report):
                 if step == 1:
                     ckpt.log(loss=0.5, tag="named")
+        ckpt.log(after=1.0)
+        ckpt.log(again=1.0, tag="last")
 
 
 def awaited(where: Path, report: Report, leaving: SavePolicy | None) -> None:

@@ -136,7 +136,7 @@ class SignalWatch:
         self.deferred: BaseException | None = None
         """The exception that an earlier handler raised in order to leave."""
         self.notify: Callable[[], None] | None = None
-        """Called last, to act: in the handler, or, where Tenuto is at work, after that. What it raises is not caught."""
+        """Called last, to act: in the handler, or, where Tenuto is at work, after that."""
 
     @property
     def name(self) -> str | None:

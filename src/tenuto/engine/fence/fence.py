@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, cast
 
 from tenuto.concurrency.interruption import Latch, undisturbed
@@ -86,6 +87,7 @@ def _runs(leaves: Sequence[int], late: Collection[int]) -> list[tuple[int, int]]
 
 DEADLINE_S: Final = 120.0
 """How long an update waits for a copy. After that the save is given up and training continues."""
+UNCOUNTED: Final = "it was changed while it was being copied, by what no count of changes shows"
 MOST_SPARE_S: Final = 60.0
 """The longest time that copies are spread over: after an evaluation of an hour the next state must not take half an
 hour."""
@@ -178,6 +180,7 @@ class Fence:
                 bound = cast(LateBound, targets.at[span.leaf][0])
                 source = bound.hold(flattened.sources[span.leaf])
                 self._sources[span.leaf] = (source, bound.version(source))
+        self._probes = self._take_probes()
         self._late: list[_Slice] | None = None
         self._copies: list[tuple[LateCopies, list[int]]] = []
         """The copies of each device, and the leaves of the slices that are watched there."""
@@ -199,6 +202,19 @@ class Fence:
         self.report_time: Callable[[float, float], None] = unreported
         """Called by the thread that copies, or compares instead, when it is done and before the image is complete, with
         the time the copy took and the processor time of that thread."""
+
+    def _take_probes(self) -> dict[int, Callable[[], bool]]:
+        """Returns for each late leaf what tells whether its probe is still as it is now."""
+        of_bound: dict[int, tuple[LateBound, list[int]]] = {}
+        for leaf in dict.fromkeys(span.leaf for span in self._choice.late):
+            bound = cast(LateBound, self._targets.at[leaf][0])
+            of_bound.setdefault(id(bound), (bound, []))[1].append(leaf)
+        found: dict[int, Callable[[], bool]] = {}
+        for bound, leaves in of_bound.values():
+            parts = [(self._sources[leaf][0], 0, *self._choice.probe_of(self._targets.length[leaf])) for leaf in leaves]
+            same = bound.probe(parts)
+            found.update((leaf, partial(same, number)) for number, leaf in enumerate(leaves))
+        return found
 
     def begin(self) -> None:
         if any(cast(LateBound, self._targets.at[leaf][0]).on_device for leaf in self._sources):
@@ -288,9 +304,7 @@ class Fence:
             for leaf, same in zip(leaves, copies.unchanged(), strict=True):
                 if not same and leaf in late:
                     with self._judging:
-                        self._is_torn(
-                            leaf, "it was changed while it was being copied, by what no count of changes shows"
-                        )
+                        self._is_torn(leaf, UNCOUNTED)
                 elif not same:
                     self._observer.differs(leaf)  # it was copied as a whole at the save
         self._compared = last
@@ -307,6 +321,8 @@ class Fence:
                 source, version = self._sources[leaf]
                 if cast(LateBound, self._targets.at[leaf][0]).version(source) != version:
                     self._is_torn(leaf, "it was changed in place while it was being copied, and by no optimizer's step")
+                elif not self._probes[leaf]():
+                    self._is_torn(leaf, UNCOUNTED)
 
     def _judge(self, part: _Slice) -> None:
         """Finds whether its leaf was changed before it was copied, as far as the framework counts changes."""
@@ -316,6 +332,8 @@ class Fence:
                 source, version = self._sources[part.leaf]
                 if part.bound.version(source) != version:
                     self._is_torn(part.leaf, "it was changed in place before it was copied, and by no optimizer's step")
+                elif not self._probes[part.leaf]():
+                    self._is_torn(part.leaf, UNCOUNTED)
 
     def _is_torn(self, leaf: int, why: str) -> None:
         self._torn = True
@@ -395,8 +413,13 @@ class Fence:
     def _check_versions(self) -> None:
         """Reports leaves that were changed after they were copied, which did no harm this time."""
         for leaf, (source, version) in self._sources.items():
-            if cast(LateBound, self._targets.at[leaf][0]).version(source) != version:
+            if cast(LateBound, self._targets.at[leaf][0]).version(source) != version or not self._probe(leaf):
                 self._observer.differs(leaf)
+
+    def _probe(self, leaf: int) -> bool:
+        """Returns whether what was read of a leaf at the save is still there; True where nothing was."""
+        same = self._probes.get(leaf)
+        return same is None or same()
 
     def _compare(self) -> None:
         if not self._choice.watched:
@@ -429,7 +452,7 @@ class Fence:
         """Drops the references to the state's memory, as soon as it is neither copied nor compared any more."""
         with self._judging:
             if self._open and self._copied.is_set():
-                self._sources, self._late, self._copies = {}, [], []
+                self._sources, self._probes, self._late, self._copies = {}, {}, [], []
 
 
 def unreported(late_s: float, cpu_s: float) -> None:
