@@ -86,7 +86,9 @@ class Checkpointer:
       what it holds, twice, at the same steps as the others, and all resume from there or none. None: never.
     - `memory_budget`: bytes of host memory that saving may use.
     - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
-      the next forward and backward run, and the optimizer's step waits for the copy.
+      the next forward and backward run, and the optimizer's step waits for the copy. Call `fence()` before code that
+      writes these tensors by what torch does not count (`.data`, an array over their memory, a fused kernel of your
+      own): where that happens now and then to a part of a tensor, it may go unnoticed, and the save holds two states.
     - `ranks`: the processes of this job, if torch.distributed does not know them (`tenuto.SharedFiles`). All of them
       save, tag and `stop` at the same steps; they agree on what only one can know (a clock, a signal, a metric).
     - `ranks_timeout`: seconds that ranks wait for one that is alive and late, before they raise. One that is dead or

@@ -94,8 +94,8 @@ def paused() -> Iterator[PausedCopy]:
 
 
 def torn_states(where: Path, write: Callable[[Parameters], None], seed: int) -> tuple[int, int, set[str]]:
-    """Trains 54 saved steps, with a write to one weight in every seventh or so. How many saves are committed, how many of
-    those do not hold the state that they were taken of, and which leaves are captured eagerly in the end."""
+    """Trains 54 saved steps, with a write to one weight in every seventh or so. How many saves are committed, how many
+    of those do not hold the state that they were taken of, and which leaves are captured eagerly in the end."""
     torch.manual_seed(seed)
     source = random.Random(seed)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
