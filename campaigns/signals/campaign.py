@@ -87,7 +87,7 @@ def training_process(case: tuple[Training, Mode], place: Path, report: Report, c
     with open(place / "log", "w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
-    faulthandler.dump_traceback_later(PATIENCE_S, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(PATIENCE_S, file=2)
     warnings.simplefilter("ignore")
     signal.signal(OWN, leave)
     if isinstance(came, Delivery):
@@ -126,7 +126,6 @@ def in_child(work: Callable[[], int]) -> int:
         sys.settrace(None)
         sys.stderr.flush()
         os._exit(128 + INT if status == -INT else status)
-    return 0
 
 
 def _status(pid: int) -> int:
@@ -358,6 +357,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = cases(chosen.seed, chosen.cases, chosen.trainings)
     for outcome in sweep(what, chosen.workers):
         outcomes.append(outcome)
+        if outcome.faults:
+            sys.stderr.write(f"{outcome.case}: {outcome.faults[0]}\n")
         log(f"{len(outcomes):,} of {len(what):,} cases, {sum(bool(one.faults) for one in outcomes)} with a fault")
     log.end()
     seeded = {"bugs_seeded": len(bugs), "bugs_caught": sum(bug["caught"] for bug in bugs), "bugs": bugs}

@@ -23,7 +23,7 @@ PROBATION: Final = 3
 """The saves of one structure for which a leaf is copied at once and compared before the update."""
 LEAST_BYTES: Final = 32 << 10
 """A shorter leaf is cheaper to copy at once than to hold and to watch."""
-SAMPLE: Final = 1 / 500
+SAMPLE: Final = 1 / 800
 """The share of fenced bytes copied at once and compared after the probation: its cost to training stays a small part of
 the twentieth of a copy that a fenced save may take."""
 PROBE_BYTES: Final = 1024
@@ -161,8 +161,8 @@ class CaptureChoice:
     - `late`: copied after the save has returned.
     - `watched`: copied at once, and compared with training's memory when the late ones are copied and again before the
       next update.
-    - A part of each late leaf, `probe_of`, is read at once. It is compared behind each copy of a part of that leaf,
-      when everything is copied, and before the next update.
+    - Of each late leaf `PROBE_BYTES` are read at once, which are compared behind each copy of a part of that leaf, and
+      when everything is copied.
     - `probation`: paths of leaves watched in full, because too few saves of them have been compared.
     """
 
@@ -170,12 +170,7 @@ class CaptureChoice:
     watched: Sequence[Span] = ()
     probation: Sequence[str] = ()
     turn: float = 0.0
-    """Where in each late leaf `probe_of` lies, from 0 to 1."""
-
-    def probe_of(self, size: int) -> tuple[int, int]:
-        """Returns begin and end of the part that is probed in a late leaf of `size` bytes."""
-        start = int(max(size - PROBE_BYTES, 0) * self.turn)
-        return start, min(start + PROBE_BYTES, size)
+    """Where in each late leaf its probe lies, from 0 to 1."""
 
 
 class LeafHistory:
@@ -210,7 +205,8 @@ class LeafHistory:
             self._leaves = leaves
             self._classify(leaves)
         late, watched = self._sampled()
-        self._turn = (self._turn + _GOLDEN) % 1.0  # after n saves its places lie about 1 / n apart
+        if late:
+            self._turn = (self._turn + _GOLDEN) % 1.0  # after n saves its places lie about 1 / n apart
         if not self._new:
             return CaptureChoice(late, watched, turn=self._turn)
         return CaptureChoice(late, [*self._new, *watched], self._new_paths, self._turn)

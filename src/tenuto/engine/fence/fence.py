@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, cast
 from tenuto.concurrency.interruption import Latch, undisturbed
 from tenuto.concurrency.worker_threads import BackgroundWork, foreground_threads
 from tenuto.engine.staging.capture import Capturer
+from tenuto.state import update_barrier
 from tenuto.state.contract import Bound, Flattened
 from tenuto.state.update_barrier import (
     CaptureChoice,
@@ -205,15 +206,19 @@ class Fence:
 
     def _take_probes(self) -> dict[int, Callable[[], bool]]:
         """Returns for each late leaf what tells whether its probe is still as it is now."""
-        of_bound: dict[int, tuple[LateBound, list[int]]] = {}
-        for leaf in dict.fromkeys(span.leaf for span in self._choice.late):
-            bound = cast(LateBound, self._targets.at[leaf][0])
-            of_bound.setdefault(id(bound), (bound, []))[1].append(leaf)
+        lengths, turn = self._targets.length, self._choice.turn
+        parts: dict[int, list[LateLeaf]] = {}
+        leaves: dict[int, list[int]] = {}
+        for leaf in {span.leaf for span in self._choice.late}:
+            start = int(max(lengths[leaf] - update_barrier.PROBE_BYTES, 0) * turn)
+            bound = id(self._targets.at[leaf][0])
+            part = (self._sources[leaf][0], 0, start, min(start + update_barrier.PROBE_BYTES, lengths[leaf]))
+            parts.setdefault(bound, []).append(part)
+            leaves.setdefault(bound, []).append(leaf)
         found: dict[int, Callable[[], bool]] = {}
-        for bound, leaves in of_bound.values():
-            parts = [(self._sources[leaf][0], 0, *self._choice.probe_of(self._targets.length[leaf])) for leaf in leaves]
-            same = bound.probe(parts)
-            found.update((leaf, partial(same, number)) for number, leaf in enumerate(leaves))
+        for bound, own in leaves.items():
+            same = cast(LateBound, self._targets.at[own[0]][0]).probe(parts[bound])
+            found.update((leaf, partial(same, number)) for number, leaf in enumerate(own))
         return found
 
     def begin(self) -> None:
@@ -413,13 +418,8 @@ class Fence:
     def _check_versions(self) -> None:
         """Reports leaves that were changed after they were copied, which did no harm this time."""
         for leaf, (source, version) in self._sources.items():
-            if cast(LateBound, self._targets.at[leaf][0]).version(source) != version or not self._probe(leaf):
+            if cast(LateBound, self._targets.at[leaf][0]).version(source) != version:
                 self._observer.differs(leaf)
-
-    def _probe(self, leaf: int) -> bool:
-        """Returns whether what was read of a leaf at the save is still there; True where nothing was."""
-        same = self._probes.get(leaf)
-        return same is None or same()
 
     def _compare(self) -> None:
         if not self._choice.watched:
