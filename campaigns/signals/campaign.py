@@ -348,10 +348,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trainings", nargs="*", default=[], help="only these")
     chosen = parser.parse_args(arguments)
     header = ResultHeader("campaigns.signals", arguments, seed=chosen.seed, packages=("torch",))
-    import torch
+    if "fenced" in (chosen.trainings or ["fenced"]):  # loaded once here, and not in each forked process
+        import torch
 
-    torch.set_num_threads(1)
-    torch.compiler.assume_constant_result(main)  # type: ignore[no-untyped-call]  # loads the compiler, which takes long
+        torch.set_num_threads(1)
+        torch.compiler.assume_constant_result(main)  # type: ignore[no-untyped-call]
     bugs = [] if chosen.no_bugs else run_bugs(chosen.seed)
     log, outcomes = Progress(), []
     what = cases(chosen.seed, chosen.cases, chosen.trainings)
