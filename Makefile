@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-long lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz mutation-run clean
+.PHONY: setup demo test test-long lint format reference bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
 
 # Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -159,6 +159,10 @@ fuzz: setup
 
 retention-campaign: setup
 	$(BIN)/python -m campaigns.retention_histories --histories 20000 --seed 1 --workers 2 --json $(RESULTS)/r7_retention.json
+
+# All cases take hours: so many are drawn.
+signals-campaign: setup
+	$(BIN)/python -m campaigns.signals --cases 5000 --seed 1 --json $(RESULTS)/signals.json
 
 corruption-campaign: setup
 	$(BIN)/python -m campaigns.corruption --faults 1000000 --seed 1 --json $(RESULTS)/r3_corruption.json

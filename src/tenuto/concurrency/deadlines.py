@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tenuto.concurrency.interruption import Latch
 from tenuto.concurrency.worker_threads import foreground_threads
 from tenuto.errors import DeadlineExceeded, RankStoreLost, TenutoError, UsageError
 
@@ -42,7 +43,7 @@ def seconds(value: object, what: str) -> float:
 class _Call(Generic[Result]):
     def __init__(self, work: Callable[[], Result]) -> None:
         self.work = work
-        self.ended = threading.Event()
+        self.ended = Latch()
         self.given_up = False
         self.result: Result | None = None
         self.error: BaseException | None = None

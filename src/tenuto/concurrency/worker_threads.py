@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Final, NamedTuple, ParamSpec, TypeVar
 
+from tenuto.concurrency.interruption import Latch, undisturbed
+
 MAX_IDLE: Final = 4
 """Idle threads kept for reuse in each pool."""
 IDLE: Final = "tenuto-idle"
@@ -32,7 +34,8 @@ class BackgroundWork:
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self.name = name
         self._work: Callable[[], None] | None = work
-        self._ended = threading.Event()
+        self._ended = Latch()
+        self._claimed = threading.Lock()
 
     def is_alive(self) -> bool:
         return not self._ended.is_set()
@@ -40,8 +43,17 @@ class BackgroundWork:
     def join(self, timeout: float | None = None) -> None:
         self._ended.wait(timeout)
 
+    def withdraw(self) -> bool:
+        """Returns whether no thread has begun the work; then none ever will."""
+        if not self._claimed.acquire(blocking=False):
+            return False
+        self._ended.set()
+        return True
+
     def do(self) -> None:
         work, self._work = self._work, None  # whoever keeps this object must not keep the work alive
+        if not self._claimed.acquire(blocking=False):
+            return
         try:
             if work is not None:
                 work()
@@ -64,13 +76,18 @@ class WorkerThreads:
         Raises RuntimeError at interpreter exit, when no thread can be started any more.
         """
         given = BackgroundWork(work, name)
-        with self._guard:
-            queue = self._idle.pop() if self._idle else None
-        if queue is None:
-            queue = SimpleQueue()
-            threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True).start()
-        queue.put(given)
+        self.run(given)
         return given
+
+    def run(self, given: BackgroundWork) -> None:
+        """As `submit`, for work that its giver may withdraw, should this raise."""
+        with undisturbed:
+            with self._guard:
+                queue = self._idle.pop() if self._idle else None
+            if queue is None:
+                queue = SimpleQueue()
+                threading.Thread(target=self._serve, args=(queue,), name=given.name, daemon=True).start()
+            queue.put(given)
 
     def _serve(self, queue: SimpleQueue[BackgroundWork]) -> None:
         own = threading.current_thread()

@@ -23,9 +23,13 @@ PROBATION: Final = 3
 """The saves of one structure for which a leaf is copied at once and compared before the update."""
 LEAST_BYTES: Final = 32 << 10
 """A shorter leaf is cheaper to copy at once than to hold and to watch."""
-SAMPLE: Final = 1 / 400
+SAMPLE: Final = 1 / 800
 """The share of fenced bytes copied at once and compared after the probation: its cost to training stays a small part of
 the twentieth of a copy that a fenced save may take."""
+PROBE_BYTES: Final = 1024
+"""What is read of every late leaf at the save and compared again, at another place in it at each save: code that writes
+past all counts mostly writes whole leaves."""
+_GOLDEN: Final = 0.6180339887498949
 _EDGE: Final = 4096
 """The boundaries of parts of leaves: a multiple of every item size."""
 
@@ -100,6 +104,10 @@ class LateBound(Bound, Protocol):
         """Copies `parts`, then compares `watched`, already in the image, with training's memory at that time."""
         ...
 
+    def probe(self, parts: Sequence[LateLeaf]) -> Callable[[int], bool]:
+        """Reads short parts now. The result, called with the number of one, returns whether it is still the same."""
+        ...
+
     def compare(self, parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
         """Starts comparing parts with the image as of now. The result, called later, returns per part whether they are
         bitwise equal."""
@@ -153,12 +161,16 @@ class CaptureChoice:
     - `late`: copied after the save has returned.
     - `watched`: copied at once, and compared with training's memory when the late ones are copied and again before the
       next update.
+    - Of each late leaf `PROBE_BYTES` are read at once, which are compared behind each copy of a part of that leaf, and
+      when everything is copied.
     - `probation`: paths of leaves watched in full, because too few saves of them have been compared.
     """
 
     late: Sequence[Span] = ()
     watched: Sequence[Span] = ()
     probation: Sequence[str] = ()
+    turn: float = 0.0
+    """Where in each late leaf its probe lies, from 0 to 1."""
 
 
 class LeafHistory:
@@ -169,6 +181,7 @@ class LeafHistory:
         self._passed: dict[str, int] = {}
         """Path -> saves of this structure that its probation has passed."""
         self._cursor = 0
+        self._turn = 0.0
         self._leaves: Sequence[tuple[int, str, int]] | None = None
         self._new: list[Span] = []
         """Leaves in probation; `_new_paths` are their paths."""
@@ -191,10 +204,12 @@ class LeafHistory:
         if leaves is not self._leaves:
             self._leaves = leaves
             self._classify(leaves)
-        sampled = self._sampled()
+        late, watched = self._sampled()
+        if late:
+            self._turn = (self._turn + _GOLDEN) % 1.0  # after n saves its places lie about 1 / n apart
         if not self._new:
-            return sampled
-        return CaptureChoice(sampled.late, [*self._new, *sampled.watched], self._new_paths)
+            return CaptureChoice(late, watched, turn=self._turn)
+        return CaptureChoice(late, [*self._new, *watched], self._new_paths, self._turn)
 
     def _classify(self, leaves: Sequence[tuple[int, str, int]]) -> None:
         # New lists: a choice still being copied refers to the previous ones.
@@ -224,10 +239,11 @@ class LeafHistory:
         self._leaves = None
         return True
 
-    def _sampled(self) -> CaptureChoice:
+    def _sampled(self) -> tuple[Sequence[Span], Sequence[Span]]:
+        """Returns what is late, and what of it is copied at once instead."""
         total = self._begins[-1]
         if not total:
-            return CaptureChoice()
+            return (), ()
         width = max(int(total * SAMPLE) // _EDGE, 1) * _EDGE
         first = self._cursor if self._cursor < total else 0
         self._cursor = first + width  # past the end: the next sample restarts at the first leaf
@@ -241,7 +257,7 @@ class LeafHistory:
             if begin < end:
                 watched.append(Span(span.leaf, begin, end))
             late.extend(Span(span.leaf, *part) for part in ((0, begin), (end, span.stop)) if part[0] < part[1])
-        return CaptureChoice([*self._fit[:low], *late, *self._fit[high:]], watched)
+        return [*self._fit[:low], *late, *self._fit[high:]], watched
 
 
 def _inside(edge: int, size: int) -> int:

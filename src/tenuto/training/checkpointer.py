@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, overload
 
+from tenuto.concurrency.interruption import undisturbed
 from tenuto.engine.read.choose import Restored
 from tenuto.engine.save.handle import Save
 from tenuto.errors import ForkedProcess, UsageError
@@ -47,7 +48,6 @@ class NullTraining:
     def __init__(self) -> None:
         self.position = TrainingPosition(None)
         self.stopping = True
-        self.between = False
 
     def open_step(self, *, given_batch: bool = False) -> None: ...
 
@@ -86,7 +86,9 @@ class Checkpointer:
       what it holds, twice, at the same steps as the others, and all resume from there or none. None: never.
     - `memory_budget`: bytes of host memory that saving may use.
     - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
-      the next forward and backward run, and the optimizer's step waits for the copy.
+      the next forward and backward run, and the optimizer's step waits for the copy. Call `fence()` before code that
+      writes these tensors by what torch does not count (`.data`, an array over their memory, a fused kernel of your
+      own): where that happens now and then to a part of a tensor, it may go unnoticed, and the save holds two states.
     - `ranks`: the processes of this job, if torch.distributed does not know them (`tenuto.SharedFiles`). All of them
       give the same arguments, and save, tag and `stop` at the same steps; they agree on what only one can know (a
       clock, a signal, a metric).
@@ -153,9 +155,10 @@ class Checkpointer:
             ranks_timeout=ranks_timeout,
             writers=writers,
         )
-        self._training = TrainingSession.create(
-            where, state, data, ranks=ranks, settings=settings, emitter=Emitter.of(sinks)
-        )
+        with undisturbed:
+            self._training = TrainingSession.create(
+                where, state, data, ranks=ranks, settings=settings, emitter=Emitter.of(sinks)
+            )
         self.prewarm_s = self._training.prewarm_s
         """Seconds that planning and taking memory took; 0 with several ranks."""
         self._withdraw = before_exit(_weakly(self._training))
@@ -188,7 +191,8 @@ class Checkpointer:
         exist and none is whole, StateMismatch if the state's structure differs.
         """
         training = self._armed()
-        return training.claiming.restore() if training is not None else None
+        with undisturbed:
+            return training.claiming.restore() if training is not None else None
 
     def steps(self, n: int | None = None) -> Steps:
         """Replaces `range(n)`: `n` is the total, and a resumed run continues its count. Restores and claims when
@@ -197,10 +201,10 @@ class Checkpointer:
         training = self._armed()
         if training is None:
             return Steps(NullTraining(), 0)
-        training.enter(self)
-        warn_of_epochs(training.saving)
-        loop = Steps(training, total)
-        training.loop = loop
+        with undisturbed:
+            training.enter(self)
+            warn_of_epochs(training.saving)
+            training.loop = loop = Steps(training, total)
         return loop
 
     def epochs(self, n: int, accumulate: int = 1) -> Epochs:
@@ -210,9 +214,9 @@ class Checkpointer:
         training = self._armed()
         if training is None:
             return Epochs(NullTraining(), 0, 1)
-        training.enter(self)
-        loop = Epochs(training, total, group)
-        training.loop = loop
+        with undisturbed:
+            training.enter(self)
+            training.loop = loop = Epochs(training, total, group)
         return loop
 
     @property
@@ -238,11 +242,12 @@ class Checkpointer:
         if training is None:
             return
         tags, floats = tag_names(tag), as_floats(metrics)
-        if tags and not training.open:
-            training.claim_to_save(self)
-        training.log(floats)
-        if tags:
-            training.tag(tags)
+        with undisturbed:
+            if tags and not training.open:
+                training.claim_to_save(self)
+            training.log(floats)
+            if tags:
+                training.tag(tags)
 
     def step_done(self, step: int | None = None, **metrics: Any) -> None:
         """Completes a step, in a loop of your own; `step` is its number, else one more than the last.
@@ -260,16 +265,17 @@ class Checkpointer:
                 subject="step_done",
                 hint="leave the call out",
             )
-        if not training.claim_to_count(self):
-            return
-        number = training.step + 1 if step is None else count(step, "step_done(step=)")
-        if number <= training.step:
-            raise UsageError(
-                f"step {number} is not above the last completed one, {training.step}",
-                subject="step_done",
-                hint="pass the number of completed steps; after ckpt.restore() continue from ckpt.step",
-            )
-        training.step_done(number, as_floats(metrics))
+        with undisturbed:
+            if not training.claim_to_count(self):
+                return
+            number = training.step + 1 if step is None else count(step, "step_done(step=)")
+            if number <= training.step:
+                raise UsageError(
+                    f"step {number} is not above the last completed one, {training.step}",
+                    subject="step_done",
+                    hint="pass the number of completed steps; after ckpt.restore() continue from ckpt.step",
+                )
+            training.step_done(number, as_floats(metrics))
 
     def restore_random_state(self) -> None:
         """Restores the random generators once more: for a loop of your own, right before its first step.
@@ -290,8 +296,9 @@ class Checkpointer:
         it fail; always raises Superseded and RunInUse.
         """
         training = self._armed(needed=True)
-        training.claim_to_save(self)
-        return training.save(wait=wait)
+        with undisturbed:
+            training.claim_to_save(self)
+            return training.save(wait=wait)
 
     def fence(self) -> None:
         """Waits until everything that a fenced save copies in the background is copied.
@@ -301,7 +308,8 @@ class Checkpointer:
         """
         training = self._armed()
         if training is not None:
-            training.saving.saver.release_fence()
+            with undisturbed:
+                training.saving.saver.release_fence()
 
     def stop(self) -> None:
         """Has the loop end after the open step, with a save."""
@@ -315,7 +323,8 @@ class Checkpointer:
         training = self._armed()
         if training is None:
             return
-        training.saving.wait(timeout)
+        with undisturbed:
+            training.saving.wait(timeout)
         last = training.saving.last
         if last is not None and last.error is not None:
             raise last.error
@@ -348,9 +357,10 @@ class Checkpointer:
     def _close(self, timeout: float, *, ended_well: bool) -> None:
         if self._closed or self._training is None or os.getpid() != self._pid:
             return
-        self._closed = True
-        self._withdraw()
-        self._training.close(timeout, ended_well=ended_well)
+        with undisturbed:
+            self._closed = True
+            self._withdraw()
+            self._training.close(timeout, ended_well=ended_well)
 
     @overload
     def _armed(self, *, needed: Literal[True]) -> TrainingSession: ...

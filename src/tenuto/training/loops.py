@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from tenuto.concurrency.interruption import interruptible, undisturbed
 from tenuto.errors import UsageError
 from tenuto.state.position.training_position import TrainingPosition
 
@@ -12,7 +13,6 @@ from tenuto.state.position.training_position import TrainingPosition
 class LoopOwner(Protocol):
     position: TrainingPosition
     stopping: bool
-    between: bool
 
     def open_step(self, *, given_batch: bool = False) -> None: ...
 
@@ -45,8 +45,7 @@ class Steps(Iterator[int]):
         counters = training.position.counters
         if self._over:
             raise StopIteration
-        training.between = True
-        try:
+        with undisturbed:
             if self._open:
                 self._open = False
                 last = self._total is not None and counters.step + 1 >= self._total
@@ -57,9 +56,7 @@ class Steps(Iterator[int]):
                 raise StopIteration
             training.position.settle()
             training.open_step()
-        finally:
-            training.between = False
-        self._open = True
+            self._open = True
         return counters.step
 
 
@@ -86,22 +83,23 @@ class Epochs(Iterator[int]):
         counters = training.position.counters
         if self._over:
             raise StopIteration
-        if self._open:
-            self._open = False
-            if not self.cut_short:
-                last = counters.epoch + 1 >= self._total
-                self._end_epoch(ending=last or training.stopping)
-        if training.stopping or counters.epoch >= self._total:
-            self._over = True
-            training.leave_loop()
-            raise StopIteration
-        if counters.batch == 0 or training.position.data is None:
-            training.position.settle()
-        self.began_step = counters.step
-        if training.position.data is None:
-            training.open_step()  # a body that takes its batches elsewhere is one step
-            self.group = 1
-        self._open = True
+        with undisturbed:
+            if self._open:
+                self._open = False
+                if not self.cut_short:
+                    last = counters.epoch + 1 >= self._total
+                    self._end_epoch(ending=last or training.stopping)
+            if training.stopping or counters.epoch >= self._total:
+                self._over = True
+                training.leave_loop()
+                raise StopIteration
+            if counters.batch == 0 or training.position.data is None:
+                training.position.settle()
+            self.began_step = counters.step
+            if training.position.data is None:
+                training.open_step()  # a body that takes its batches elsewhere is one step
+                self.group = 1
+            self._open = True
         return counters.epoch
 
     @property
@@ -181,15 +179,15 @@ class RestOfEpoch(Iterator[Any]):
         training, epochs = self._training, self._epochs
         if self._over:
             raise StopIteration
-        training.between = True
-        try:
+        with undisturbed:
             if epochs is not None and epochs.group >= epochs.accumulate:
                 self._complete(epochs)
                 if training.stopping:
                     self._over = epochs.cut_short = True
                     raise StopIteration
             try:
-                batch = training.position.next_batch()
+                with interruptible():
+                    batch = training.position.next_batch()
             except StopIteration:
                 self._over = True
                 if epochs is None:
@@ -203,8 +201,6 @@ class RestOfEpoch(Iterator[Any]):
                 if epochs.group == 0:
                     training.open_step(given_batch=True)
                 epochs.group += 1
-        finally:
-            training.between = False
         return batch
 
     def _complete(self, epochs: Epochs) -> None:

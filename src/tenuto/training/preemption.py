@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Never
 
+from tenuto.concurrency.interruption import interrupt, when_undone
 from tenuto.errors import DeadlineExceeded
 from tenuto.policy.save import EveryEpochs, parts_of
 from tenuto.training.exit_status import leaving_with
@@ -105,6 +106,8 @@ def signal_name(signum: int) -> str:
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 _installed: list[SignalWatch] = []
+_handling: list[SignalWatch] = []
+"""Those whose handlers have called the ones before them."""
 
 
 class SignalWatch:
@@ -113,14 +116,18 @@ class SignalWatch:
     - An earlier Python handler is called after that, except the one that turns SIGINT into KeyboardInterrupt. If it
       leaves by SystemExit or KeyboardInterrupt, that waits in `deferred`: saving comes first. The same holds for an
       earlier watch, whose training has nothing left to finish.
-    - A second SIGINT raises KeyboardInterrupt at once.
+    - A second SIGINT raises KeyboardInterrupt: at once, or, where Tenuto is at work, as soon as nothing is left half
+      done; a third one wherever it is.
     - Where the process was told to ignore SIGINT (a background job of a shell), it stays ignored.
     - Watches may be nested and restored in any order. A forked child has the earlier handlers back.
     - Off the main thread nothing is installed, and a warning says so.
     """
 
-    def __init__(self, signals: Iterable[int] | None = None) -> None:
+    def __init__(self, signals: Iterable[int] | None = None, *, interrupts: bool = False) -> None:
+        """`interrupts`: a SIGINT that is none of `signals` still raises KeyboardInterrupt, but, where Tenuto is at
+        work, as soon as nothing is left half done."""
         self._signals = tuple(signals) if signals is not None else leaving_signals()
+        self._delays_interrupts = interrupts and signal.SIGINT not in self._signals
         self._earlier: dict[int, Handler] = {}
         self._pid = 0
         self._interrupts = 0
@@ -129,7 +136,7 @@ class SignalWatch:
         self.deferred: BaseException | None = None
         """The exception that an earlier handler raised in order to leave."""
         self.notify: Callable[[], None] | None = None
-        """Called last in the handler, to act at once. What it raises leaves the handler."""
+        """Called last, to act: in the handler, or, where Tenuto is at work, after that."""
 
     @property
     def name(self) -> str | None:
@@ -154,10 +161,12 @@ class SignalWatch:
             return self
         self._pid = os.getpid()
         _installed.append(self)
-        for number in self._signals:
+        for number in (*self._signals, *((signal.SIGINT,) if self._delays_interrupts else ())):
             if number in self._earlier:
                 continue  # still in below a later watch, since a `restore` that could not take it out
             earlier = signal.getsignal(number)
+            if number not in self._signals and earlier is not signal.default_int_handler:
+                continue
             if number == signal.SIGINT and earlier == signal.SIG_IGN:
                 continue
             if earlier is None:
@@ -190,18 +199,36 @@ class SignalWatch:
         if self not in _installed or os.getpid() != self._pid:
             _pass_on(earlier, number, frame)
             return
+        if number not in self._signals:
+            interrupt()
+            return
         if self.received is None:
             self.received = number
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
-                raise KeyboardInterrupt
+                interrupt()
+                return
         if callable(earlier) and earlier is not signal.default_int_handler:
+            _handling.append(self)
             try:
                 earlier(number, frame)
             except (SystemExit, KeyboardInterrupt) as leaving:
                 if number == signal.SIGINT and any(watch._interrupts > 1 for watch in _installed):
                     raise  # a second one, for a watch below this one
+                self.deferred = self.deferred or leaving
+            finally:
+                _handling.pop()
+        if not _handling:  # else the one above does
+            when_undone(partial(self._act, number))
+
+    def _act(self, number: int) -> None:
+        """Acts for the watches below, and for this one."""
+        below = _live(self._earlier.get(number, signal.SIG_DFL), number)
+        if isinstance(watch := getattr(below, "__self__", None), SignalWatch):
+            try:
+                watch._act(number)
+            except (SystemExit, KeyboardInterrupt) as leaving:
                 self.deferred = self.deferred or leaving
         if self.notify is not None:
             self.notify()
@@ -268,22 +295,23 @@ if hasattr(os, "register_at_fork"):
 
 class PreemptionHandler:
     """Watches the signals that end one training, if `catch`. `act` is called in the main thread, between two
-    instructions, with each that comes while nothing must be left incomplete."""
+    instructions, with each that comes: where Tenuto is at work, after that."""
 
     def __init__(self, act: Callable[[str], None], *, catch: bool) -> None:
         self._act = act
-        self._watch = SignalWatch() if catch else None
-        self._busy = False
+        self._catch = catch
+        self._watch = SignalWatch(None if catch else (), interrupts=True)
+        self._held_back = False
         self._left = False
 
     @property
     def watched(self) -> bool:
-        return self._watch is not None
+        return self._catch
 
     @property
     def signal(self) -> str | None:
         """The name of the first signal that came."""
-        return self._watch.name if self._watch is not None else None
+        return self._watch.name
 
     @property
     def owed(self) -> bool:
@@ -291,36 +319,25 @@ class PreemptionHandler:
         return self.signal is not None and not self._left
 
     def install(self) -> None:
-        if self._watch is not None:
+        if self._catch or threading.current_thread() is threading.main_thread():
             self._watch.notify = self._came
             self._watch.install()
 
     def restore(self) -> None:
-        if self._watch is not None:
-            self._watch.restore()
+        self._watch.restore()
 
     def hold_back(self) -> None:
         """Stops acting on signals as they come."""
-        self._busy = True
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Acts after the block on a signal that comes within it."""
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
-        self._came()
+        self._held_back = True
 
     def leave(self, name: str | None = None) -> Never:
         """Ends the process as the signal asked: the one that came here, or `name`, which came to another process of the
         job."""
         self._left = True
         watch = self._watch
-        if watch is not None and watch.deferred is not None:
+        if watch.deferred is not None:
             raise watch.deferred
-        number = watch.received if watch is not None else None
+        number = watch.received
         assert number is not None or name is not None
         leaving = Preempted(number if number is not None else signal.Signals[name or ""].value)
         leaving_with(128 + leaving.signum)
@@ -328,5 +345,5 @@ class PreemptionHandler:
 
     def _came(self) -> None:
         name = self.signal
-        if name is not None and not self._busy:
+        if name is not None and not self._held_back:
             self._act(name)

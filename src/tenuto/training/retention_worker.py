@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from tenuto.concurrency.interruption import interruptible
 from tenuto.concurrency.worker_threads import lower_priority
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.errors import TenutoError
@@ -125,7 +126,8 @@ class RetentionWorker:
             self._begin(put_off[0])
         until = None if timeout is None else time.monotonic() + timeout
         while (thread := self._thread) is not None and thread is not threading.current_thread():
-            thread.join(None if until is None else max(until - time.monotonic(), 0.0))
+            with interruptible():
+                thread.join(None if until is None else max(until - time.monotonic(), 0.0))
             if thread.is_alive():
                 return False
             with self._state:

@@ -1,6 +1,6 @@
 """The session of one training: what its loops and its user ask for, and the saves that follow from that.
 
-A save is taken only between two steps; a signal that comes while one is being taken is acted upon after it.
+A save is taken only between two steps; a signal that comes while a call of ours is under way is acted upon after it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from tenuto.concurrency.interruption import undisturbed
 from tenuto.engine.group.group import leave_on_error, training_group
 from tenuto.engine.save.handle import Save
 from tenuto.errors import TenutoError, UsageError
@@ -99,9 +100,6 @@ class TrainingSession:
         self.closed = False
         self.open = False
         """Whether the body of a step is running, or was left before its end."""
-        self.between = False
-        """Whether a loop is on its way from one step to the next, and perhaps waits for a batch. It may have counted
-        what nobody has trained on yet, so a signal waits: for the end of the next step, or of the loop."""
         self.prewarm_s = 0.0
         """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was restored
         when training begins."""
@@ -184,12 +182,11 @@ class TrainingSession:
                 subject=self.run,
                 hint="build a new Checkpointer: it resumes from the last checkpoint",
             )
-        with self._preemption.undisturbed():
-            if self.loop is not None:
-                self._requests.leave()
-                self.loop, self.stopping = None, False  # what ended that loop ends no other one
-            self.claiming.restore()
-            self.claim(checkpointer)
+        if self.loop is not None:
+            self._requests.leave()
+            self.loop, self.stopping = None, False  # what ended that loop ends no other one
+        self.claiming.restore()
+        self.claim(checkpointer)
         self._settle_early()
 
     def claim(self, checkpointer: object) -> None:
@@ -253,22 +250,21 @@ class TrainingSession:
     def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None:
         """Counts the step whose body has ended, and saves it if something asks for it."""
         self._refuse_if_closed()
-        with self._preemption.undisturbed():
-            self.open = False
-            self.position.complete_step(own_loop=self._foreign_loop and self.loop is None)
-            self._warn_of_uncounted_batches()
-            self._consider(epoch_ended=epoch_ended, ending=ending)
-            self._act_on_signal()  # one that came meanwhile: the next step's batch may be long in coming
+        self.open = False
+        self.position.complete_step(own_loop=self._foreign_loop and self.loop is None)
+        self._warn_of_uncounted_batches()
+        self._consider(epoch_ended=epoch_ended, ending=ending)
+        self._act_on_signal()  # one that came meanwhile: the next step's batch may be long in coming
 
     def end_epoch(self, *, ending: bool) -> None:
         """Ends an epoch, whose body has ended."""
         self._refuse_if_closed()
-        with self._preemption.undisturbed():
-            if self.open:
-                self.open = False
-                self.position.complete_step()
-            self.position.end_epoch()
-            self._consider(epoch_ended=True, ending=ending)
+        if self.open:
+            self.open = False
+            self.position.complete_step()
+        self.position.end_epoch()
+        self._consider(epoch_ended=True, ending=ending)
+        self._act_on_signal()
 
     def _refuse_if_closed(self) -> None:
         """Raises UsageError once closed: the Checkpointer that closed this one may have restored another state."""
@@ -278,9 +274,7 @@ class TrainingSession:
 
     def leave_loop(self) -> None:
         self.saving.saver.release_fence()
-        with self._preemption.undisturbed():
-            self._act_on_signal()
-            self.between = False
+        self._act_on_signal()
         self.loop, self.stopping = None, False
         self._late_metrics.mark()
 
@@ -289,9 +283,7 @@ class TrainingSession:
         model for a while. A signal that came before is acted upon; one that comes there can still save the last
         step."""
         self.saving.saver.release_fence()
-        with self._preemption.undisturbed():
-            self._mark_state()
-            self.between = False
+        self._mark_state()
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Completes a step of a loop of the user's own."""
@@ -360,8 +352,7 @@ class TrainingSession:
         elif last is not None and last.step >= self.step:
             self.saving.tag(last, names)
         else:
-            with self._preemption.undisturbed():
-                self.take_tagged(names)
+            self.take_tagged(names)
 
     def save(self, *, wait: bool) -> Save:
         """Saves now; inside a step, or behind the batches of an epoch, at the end of the body; where nothing is new,
@@ -371,8 +362,7 @@ class TrainingSession:
             return self._requests.save(wait=wait, between=not self.open)
         last = self.saving.last
         if last is None or last.step < self.step:
-            with self._preemption.undisturbed():
-                last = self.take("asked for", wait=wait) or last
+            last = self.take("asked for", wait=wait) or last
             assert last is not None, "a save is skipped only because of one before"
         else:
             warnings.warn(
@@ -570,25 +560,24 @@ class TrainingSession:
         """Considers a save for a metric that came after its step. Inside `epochs` the end of the epoch asks for it;
         else it is taken now, unless the state has changed since that step."""
         reason = self._late_metrics.reason()
-        if reason:
-            with self._preemption.undisturbed():
-                if self._late_metrics.still_there(reason):
-                    self.take(reason, wait=False)
+        if reason and self._late_metrics.still_there(reason):
+            self.take(reason, wait=False)
 
     # -- signals -------------------------------------------------------------------------------------------------------
 
     def _signal_came(self, name: str) -> None:
-        """Acts on a signal, in the main thread between two instructions, where no step is open. In a loop of the user's
-        own it is not known where a step begins: the next `step_done` sees the signal, or `close`."""
-        if self.open or self.between or self.saving.attempt is None or not self.saving.group.acts_at_once:
+        """Acts on a signal, in the main thread between two instructions of the user's code, where no step is open. In a
+        loop of the user's own it is not known where a step begins: the next `step_done` sees the signal, or `close`."""
+        if self.open or self.saving.attempt is None or not self.saving.group.acts_at_once:
             return
         if self._foreign_loop and self.loop is None:
             return
         self._preemption.hold_back()
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            self._take_marked(mark, f"{name} came")
-        self._leave()
+        with undisturbed:
+            mark, self._mark = self._mark, None
+            if mark is not None:
+                self._take_marked(mark, f"{name} came")
+            self._leave()
 
     def _leave(self, name: str | None = None) -> None:
         """Ends the process as the signal asked, with everything that is in flight committed."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tenuto.concurrency.interruption import undisturbed
 from tenuto.training import exit_status
 from tenuto.training.preemption import Preempted, PreemptionHandler
 
@@ -38,7 +39,7 @@ def test_a_signal_that_disturbs_nothing_is_acted_upon_at_once(leaving: Preemptio
 def test_a_signal_within_what_must_not_be_disturbed_waits_for_its_end(
     leaving: PreemptionHandler, told: list[str]
 ) -> None:
-    with leaving.undisturbed():
+    with undisturbed:
         ask()
         assert (leaving.signal, told) == ("SIGUSR1", [])
     assert told == ["SIGUSR1"]
@@ -47,7 +48,7 @@ def test_a_signal_within_what_must_not_be_disturbed_waits_for_its_end(
 def test_one_that_comes_before_something_fails_does_not_hide_the_failure(
     leaving: PreemptionHandler, told: list[str]
 ) -> None:
-    with pytest.raises(ValueError), leaving.undisturbed():
+    with pytest.raises(ValueError), undisturbed:
         ask()
         raise ValueError
     assert told == []
@@ -74,7 +75,7 @@ def test_without_catching_there_is_no_signal(told: list[str]) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     leaving.install()
     assert signal.getsignal(signal.SIGUSR1) == before
-    with leaving.undisturbed():
+    with undisturbed:
         pass
     leaving.restore()
     assert (leaving.watched, leaving.signal, told) == (False, None, [])

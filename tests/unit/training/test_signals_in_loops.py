@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import pytest
 import torch
 
 import tenuto
-from support.tiny_training import state, steps_of, train
+from support.tiny_training import Gate, state, steps_of, train
 from tenuto import on
+from tenuto.concurrency.worker_threads import BackgroundWork, background_threads
+from tenuto.engine.save import handle
 from tenuto.policy.save import Moment, SaveHistory, SavePolicy
-from tenuto.training import exit_status
-from tenuto.training.preemption import Preempted
+from tenuto.training import exit_status, training_session
+from tenuto.training.preemption import Preempted, SignalWatch
 
 
 @pytest.fixture(autouse=True)
@@ -269,3 +272,92 @@ def test_one_behind_the_last_step_of_a_loop_of_ones_own_saves_that_step(place: P
         own_loop(place, 5, 5)
     saved = tenuto.load(place)
     assert saved.step == saved.state["n"] == 5
+
+
+class AskingNotes(dict[Any, Any]):
+    """Notes that wait, in which a signal comes when one is added: its adder holds a lock that the writer needs."""
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        ask()
+        return super().setdefault(key, default)
+
+
+def test_a_signal_while_a_late_metric_is_noted_waits_for_nothing_that_cannot_come(
+    place: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "STANDSTILL_S", 5.0)
+    monkeypatch.setattr(training_session, "CLOSE_DEADLINE_S", 5.0)
+    one = state()
+    with pytest.raises(Preempted), tenuto.Checkpointer(gate, one, save=on.end() | on.signal()) as ckpt:
+        gate.open_gate.clear()
+        for _ in ckpt.steps(2):
+            train(one)
+        assert ckpt._training is not None
+        ckpt._training.saving._notes._pending = AskingNotes()
+        threading.Timer(0.1, gate.open_gate.set).start()
+        ckpt.log(loss=0.5)
+    saved = tenuto.load(place)
+    assert saved.step == 2
+
+
+def test_a_signal_while_the_first_step_claims_the_run_saves_that_step(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install = SignalWatch.install
+
+    def installed(self: SignalWatch) -> SignalWatch:
+        found = install(self)
+        ask()
+        return found
+
+    monkeypatch.setattr(SignalWatch, "install", installed)
+    with pytest.raises(Preempted):
+        own_loop(place, 5, -1)
+    saved = tenuto.load(place)
+    assert saved.step == saved.state["n"] == 1
+
+
+def test_an_interrupt_while_the_writing_thread_is_started_leaves_its_save_to_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, run, interrupts = state(), background_threads.run, [KeyboardInterrupt()]
+
+    def started(given: BackgroundWork) -> None:
+        run(given)
+        given.join()
+        if interrupts:
+            raise interrupts.pop()
+
+    monkeypatch.setattr(background_threads, "run", started)
+    with tenuto.Checkpointer(place, one, save=on.end()) as ckpt:
+        ckpt.restore()
+        train(one)
+        ckpt.step_done()
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save()
+        train(one)
+        ckpt.step_done()
+        ckpt.save(wait=True)
+    assert steps_of(place) == [2, 1]
+    assert tenuto.load(place, step=1).state["n"] == 1
+
+
+def test_an_interrupt_without_the_policy_that_catches_signals_leaves_nothing_half_done(place: Path) -> None:
+    one, half_done = state(), True
+
+    class Interrupting(SavePolicy):
+        def wants(self, now: Moment, history: SaveHistory) -> str | None:
+            if now.step == 2 and not now.ending:
+                nonlocal half_done
+                os.kill(os.getpid(), signal.SIGINT)
+                half_done = False
+            return "each step"
+
+    with pytest.raises(KeyboardInterrupt), tenuto.Checkpointer(place, one, save=Interrupting()) as ckpt:
+        for _ in ckpt.steps(5):
+            train(one)
+    assert not half_done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with tenuto.Checkpointer(place, one) as ckpt:
+        for _ in ckpt.steps(3):
+            train(one)
+    assert steps_of(place)[0] == one["n"] == 3

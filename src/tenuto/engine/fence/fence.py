@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, cast
 
+from tenuto.concurrency.interruption import Latch, undisturbed
 from tenuto.concurrency.worker_threads import BackgroundWork, foreground_threads
 from tenuto.engine.staging.capture import Capturer
+from tenuto.state import update_barrier
 from tenuto.state.contract import Bound, Flattened
 from tenuto.state.update_barrier import (
     CaptureChoice,
@@ -85,6 +88,7 @@ def _runs(leaves: Sequence[int], late: Collection[int]) -> list[tuple[int, int]]
 
 DEADLINE_S: Final = 120.0
 """How long an update waits for a copy. After that the save is given up and training continues."""
+UNCOUNTED: Final = "it was changed while it was being copied, by what no count of changes shows"
 MOST_SPARE_S: Final = 60.0
 """The longest time that copies are spread over: after an evaluation of an hour the next state must not take half an
 hour."""
@@ -177,11 +181,12 @@ class Fence:
                 bound = cast(LateBound, targets.at[span.leaf][0])
                 source = bound.hold(flattened.sources[span.leaf])
                 self._sources[span.leaf] = (source, bound.version(source))
+        self._probes = self._take_probes()
         self._late: list[_Slice] | None = None
         self._copies: list[tuple[LateCopies, list[int]]] = []
         """The copies of each device, and the leaves of the slices that are watched there."""
-        self._flushed = threading.Event()
-        self._copied = threading.Event()
+        self._flushed = Latch()
+        self._copied = Latch()
         self._judging = threading.Lock()
         self._passing = threading.RLock()
         self._open = False
@@ -198,6 +203,23 @@ class Fence:
         self.report_time: Callable[[float, float], None] = unreported
         """Called by the thread that copies, or compares instead, when it is done and before the image is complete, with
         the time the copy took and the processor time of that thread."""
+
+    def _take_probes(self) -> dict[int, Callable[[], bool]]:
+        """Returns for each late leaf what tells whether its probe is still as it is now."""
+        lengths, turn = self._targets.length, self._choice.turn
+        parts: dict[int, list[LateLeaf]] = {}
+        leaves: dict[int, list[int]] = {}
+        for leaf in {span.leaf for span in self._choice.late}:
+            start = int(max(lengths[leaf] - update_barrier.PROBE_BYTES, 0) * turn)
+            bound = id(self._targets.at[leaf][0])
+            part = (self._sources[leaf][0], 0, start, min(start + update_barrier.PROBE_BYTES, lengths[leaf]))
+            parts.setdefault(bound, []).append(part)
+            leaves.setdefault(bound, []).append(leaf)
+        found: dict[int, Callable[[], bool]] = {}
+        for bound, own in leaves.items():
+            same = cast(LateBound, self._targets.at[own[0]][0]).probe(parts[bound])
+            found.update((leaf, partial(same, number)) for number, leaf in enumerate(own))
+        return found
 
     def begin(self) -> None:
         if any(cast(LateBound, self._targets.at[leaf][0]).on_device for leaf in self._sources):
@@ -287,9 +309,7 @@ class Fence:
             for leaf, same in zip(leaves, copies.unchanged(), strict=True):
                 if not same and leaf in late:
                     with self._judging:
-                        self._is_torn(
-                            leaf, "it was changed while it was being copied, by what no count of changes shows"
-                        )
+                        self._is_torn(leaf, UNCOUNTED)
                 elif not same:
                     self._observer.differs(leaf)  # it was copied as a whole at the save
         self._compared = last
@@ -306,6 +326,8 @@ class Fence:
                 source, version = self._sources[leaf]
                 if cast(LateBound, self._targets.at[leaf][0]).version(source) != version:
                     self._is_torn(leaf, "it was changed in place while it was being copied, and by no optimizer's step")
+                elif not self._probes[leaf]():
+                    self._is_torn(leaf, UNCOUNTED)
 
     def _judge(self, part: _Slice) -> None:
         """Finds whether its leaf was changed before it was copied, as far as the framework counts changes."""
@@ -315,6 +337,8 @@ class Fence:
                 source, version = self._sources[part.leaf]
                 if part.bound.version(source) != version:
                     self._is_torn(part.leaf, "it was changed in place before it was copied, and by no optimizer's step")
+                elif not self._probes[part.leaf]():
+                    self._is_torn(part.leaf, UNCOUNTED)
 
     def _is_torn(self, leaf: int, why: str) -> None:
         self._torn = True
@@ -333,7 +357,7 @@ class Fence:
 
     def before_update(self) -> None:
         """Returns when training's memory may change. What goes wrong fails the save, never the update."""
-        with self._passing:  # two threads, or one that a signal's handler interrupts here
+        with undisturbed, self._passing:  # two threads, or one that a signal's handler interrupts here
             if self._open:
                 return
             begun = time.perf_counter()
@@ -428,7 +452,7 @@ class Fence:
         """Drops the references to the state's memory, as soon as it is neither copied nor compared any more."""
         with self._judging:
             if self._open and self._copied.is_set():
-                self._sources, self._late, self._copies = {}, [], []
+                self._sources, self._probes, self._late, self._copies = {}, {}, [], []
 
 
 def unreported(late_s: float, cpu_s: float) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Literal, get_args
 
+from tenuto.concurrency.interruption import Latch
 from tenuto.errors import DeadlineExceeded, TenutoError, UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.timing import RankTimings, TimedPart, Timing
@@ -129,7 +130,7 @@ class Save:
         self.error: TenutoError | None = None
         self.inside_step = False
         """Set while the save waits for the end of the step that is still open: waiting for it there would never end."""
-        self._ended = threading.Event()
+        self._ended = Latch()
         self.hasten: Callable[[], None] = nothing
         """Called when a wait for it begins; for the engine."""
 

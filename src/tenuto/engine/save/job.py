@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from tenuto.codec.digest import digest
+from tenuto.concurrency.worker_threads import BackgroundWork
 from tenuto.engine.save.handle import Save
 from tenuto.engine.staging.pack_content import Filling
 from tenuto.engine.staging.plan import Digester, SavePlan
@@ -59,6 +60,8 @@ class Job:
     filling: Filling = field(init=False)
     digester: Digester = field(init=False)
     created: str = field(default_factory=now_text)
+    work: BackgroundWork | None = None
+    """Of the thread that writes it."""
     begun: bool = False
     sealed: bool = False
     names: Sequence[str] = ()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tenuto.concurrency.deadlines import within
+from tenuto.concurrency.interruption import Latch
 from tenuto.concurrency.worker_threads import (
     BackgroundWork,
     background_threads,
@@ -92,10 +93,11 @@ class Saver:
             lasting=lasting,
             others=lambda: 0 if tier is None else tier.nbytes,
         )
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._saves: list[Save] = []
-        self._with_image: set[str] = set()
-        """The ids of the saves that still have an image: a hung one that was given up among them."""
+        self._with_image: dict[str, Latch] = {}
+        """Of each save that still has an image, by its id, when that is given back: a hung one that was given up among
+        them."""
         self._work: BackgroundWork | None = None
         self._superseded: Superseded | None = None
         self.fencing: FencedCapture | None = None
@@ -114,13 +116,13 @@ class Saver:
     @property
     def in_flight(self) -> list[Save]:
         """The saves that have not ended, oldest first."""
-        with self._changed:
+        with self._lock:
             return [save for save in self._saves if not save.done]
 
     @property
     def free(self) -> bool:
         """Whether another save may be taken now."""
-        with self._changed:
+        with self._lock:
             return self._has_room()
 
     def prewarm(self, flattened: Flattened) -> float:
@@ -141,8 +143,14 @@ class Saver:
     def await_free(self, timeout: float | None) -> bool:
         """Waits until another save may be taken; False if none may after `timeout` seconds."""
         self.flush()
-        with self._changed:
-            return self._changed.wait_for(self._has_room, timeout)
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                if self._has_room():
+                    return True
+                given_back = next(iter(self._with_image.values()))  # of the oldest: they are written in order
+            if not given_back.wait(None if until is None else max(until - time.monotonic(), 0.0)):
+                return False
 
     def save(
         self,
@@ -179,16 +187,17 @@ class Saver:
             # Through a window the state goes out while it is captured, whoever waits for what.
             overlapped = wait or plan.arena.window is not None
             job = Job(save, plan, flattened, about, digest_while_writing=not overlapped)
-            self._enter(save)
             try:
+                self._enter(save)
                 self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
                 save.state = "capturing"
                 if not overlapped:
                     self._capture(job, overlapped=False, eager=eager)
                 self._start(job)
             except BaseException:
-                self._give_back(job)  # no thread ever will
-                self._remove(save)
+                if job.work is None:  # no thread ever will
+                    self._give_back(job)
+                    self._remove(save)
                 raise
         except BaseException as error:
             self._protocol.failed(save, error)
@@ -301,16 +310,25 @@ class Saver:
     def _enter(self, save: Save) -> None:
         """Adds a save that is about to be captured, and is written after those in flight."""
         before = self.in_flight
-        with self._changed:
+        with self._lock:
             save.wait_behind(before[-1] if before else None)
             self._saves.append(save)
-            self._with_image.add(save.save_id)
+            self._with_image[save.save_id] = Latch()
 
     def _start(self, job: Job) -> None:
         """Starts the writing thread; at background priority where training does not wait for it."""
         before = self._work if self.busy else None
         threads = background_threads if job.digest_while_writing else foreground_threads
-        self._work = threads.submit(lambda: self._run(job, before), f"tenuto-save-{job.save.step}")
+        job.work = BackgroundWork(lambda: self._run(job, before), f"tenuto-save-{job.save.step}")
+        try:
+            threads.run(job.work)
+        except BaseException:
+            if job.work.withdraw():
+                job.work = None
+            else:
+                self._work = job.work  # a signal's handler has raised, and the thread is at work already
+            raise
+        self._work = job.work
 
     def _run(self, job: Job, before: BackgroundWork | None) -> None:
         """Runs one save to its end, after the work `before` it, and never raises: how it ended is in its handle, and in
@@ -378,11 +396,12 @@ class Saver:
         if self.memory is not None:
             self.memory.ended(job.plan)
         self._pool.give_back(job.plan)
-        with self._changed:
-            self._with_image.discard(job.save.save_id)
-            self._changed.notify_all()
+        with self._lock:
+            given_back = self._with_image.pop(job.save.save_id, None)
+        if given_back is not None:
+            given_back.set()
 
     def _remove(self, save: Save) -> None:
         """Removes a save that has ended, or never will."""
-        with self._changed:
-            self._saves.remove(save)
+        with self._lock:
+            self._saves = [kept for kept in self._saves if kept is not save]

@@ -65,6 +65,10 @@ class Bound:
     def late(self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = ()) -> Copies:
         return Copies(self, parts, watched)
 
+    def probe(self, parts: Sequence[LateLeaf]) -> Callable[[int], bool]:
+        taken = [held.data[a:b].copy() for held, _, a, b in parts]
+        return lambda number: bool((parts[number][0].data[slice(*parts[number][2:])] == taken[number]).all())
+
     def compare(self, parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
         found = [bool((held.data[a:b] == self.views[leaf][a:b]).all()) for held, leaf, a, b in parts]
         return lambda: found
