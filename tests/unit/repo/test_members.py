@@ -85,7 +85,7 @@ def test_joining_marks_the_place_and_lists_it_in_the_home(home: MemoryStore, pla
 def test_a_repository_in_one_place_lists_none(home: MemoryStore) -> None:
     repo = Repo.create_or_open(home)
     assert join(home, repo.id) == ()
-    assert set(home.place.objects) == {object_names.REPOSITORY}
+    assert set(home.place.objects) == {object_names.REPOSITORY, object_names.REPOSITORY_COPY}
 
 
 def test_a_place_of_a_node_says_whose_it_is(home: MemoryStore, place: MemoryStore) -> None:
