@@ -123,7 +123,16 @@ class TrainingSession:
         if probe is not None:
             where, settings = probe.replace(where, settings)
         run, patience_s, memory = settings.run, settings.ranks_timeout_s, settings.memory
-        group, repo = training_group(ranks, where, run, emitter, patience_s, memory=memory, writers=settings.writers)
+        group, repo = training_group(
+            ranks,
+            where,
+            run,
+            emitter,
+            patience_s,
+            memory=memory,
+            writers=settings.writers,
+            silence_s=settings.ranks_silence_s,
+        )
         with leave_on_error(group):
             position = TrainingPosition(data, ranks.rank, ranks.world_size)
             snapshots = Snapshots(state, position, watched=settings.watched)
@@ -328,6 +337,7 @@ class TrainingSession:
     def save(self, *, wait: bool) -> Save:
         """Saves now; inside a step, or behind the batches of an epoch, at the end of the body; where nothing is new,
         returns the last save with a warning."""
+        self.saving.raise_loss()
         self.saving.raise_failure()
         if self.open or self._finishing:
             return self._requests.save(wait=wait, between=not self.open)
@@ -481,6 +491,7 @@ class TrainingSession:
 
     def _consider(self, *, epoch_ended: bool, ending: bool) -> None:
         """Takes the save that is due, and leaves if a signal came."""
+        self.saving.raise_loss()
         self.saving.raise_failure()
         if self._probe is not None:
             self._probe.completed()

@@ -19,7 +19,7 @@ from tenuto.events import Emitter, RanksBehind, Warned
 from tenuto.model.ids import run_key
 from tenuto.policy.save import Decision, DividedPolicy, Moment, SaveHistory, SavePolicy
 from tenuto.ranks.agreement import Agreement
-from tenuto.ranks.contract import TIMEOUT_S, Ranks, Settings
+from tenuto.ranks.contract import SILENCE_S, TIMEOUT_S, Ranks, Settings
 from tenuto.ranks.round import Round
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt, announced
@@ -38,12 +38,14 @@ FAREWELL_S: Final = 60.0
 """How long the end of training waits for all ranks at most: the key-value store may go with the first that leaves."""
 
 
-def session_settings(timeout_s: float) -> Settings:
-    """Returns the intervals for ranks that wait `timeout_s` for each other: a dead one is found well before that."""
+def session_settings(timeout_s: float, silence_s: float = SILENCE_S) -> Settings:
+    """Returns the intervals for ranks that wait `timeout_s` for each other, and `silence_s` for a sign of life: a dead
+    one is found well before the timeout."""
     usual = Settings()
+    silence_s = min(silence_s, timeout_s / 2)
     return Settings(
-        beat_s=min(usual.beat_s, timeout_s / 20),
-        dead_after_s=min(usual.dead_after_s, timeout_s / 2),
+        beat_s=min(usual.beat_s, timeout_s / 20, silence_s / 10),
+        dead_after_s=silence_s,
         answer_s=min(usual.answer_s, timeout_s / 2),
         probe_s=min(usual.probe_s, timeout_s / 10),
     )
@@ -94,6 +96,7 @@ class JobGroup:
         call: str = "Checkpointer",
         facts: Mapping[str, str] | None = None,
         writers: Strategy = "balanced",
+        silence_s: float = SILENCE_S,
     ) -> tuple[JobGroup, Repo]:
         """Meets the other ranks, and opens the repository, which has to be the same one for all of them.
 
@@ -107,7 +110,7 @@ class JobGroup:
         declared = "" if places is None else repr(places.declared)
         alike = {"run": run_key(run), "version": __version__, "writers": writers, "where": declared}
         alike = {"call": f"tenuto.{call}", **alike, **(facts or {})}
-        agreement = Agreement.open(ranks, alike, timeout_s, session_settings(timeout_s))
+        agreement = Agreement.open(ranks, alike, timeout_s, session_settings(timeout_s, silence_s))
         group = cls(agreement, run, emitter, timeout_s, writers)
         agreement.session.behind = group._behind
         crashpoint("ranks met, repository not yet opened")
@@ -128,6 +131,13 @@ class JobGroup:
     @property
     def coordinates(self) -> bool:
         return self.agreement.is_coordinator
+
+    @property
+    def loss(self) -> RanksError | None:
+        return self.agreement.session.loss
+
+    def on_loss(self, report: Callable[[RanksError], None]) -> None:
+        self.agreement.session.on_loss = report
 
     def round(self, kind: str) -> Round:
         return self.agreement.round(kind)
@@ -359,6 +369,7 @@ def training_group(
     *,
     memory: SavePolicy | None,
     writers: Strategy,
+    silence_s: float = SILENCE_S,
 ) -> tuple[RankGroup, Repo]:
     """Returns the group that trains the run, and the repository, which is created where there is none. Raises what
     `JobGroup.meet` does, and UsageError for what several ranks cannot do together."""
@@ -370,7 +381,8 @@ def training_group(
             subject=f"memory={memory!r}",
             hint="memory=every(steps=…): all keep the same steps",
         )
-    return JobGroup.meet(ranks, where, run, emitter, timeout_s, facts={"memory": repr(memory)}, writers=writers)
+    facts = {"memory": repr(memory)}
+    return JobGroup.meet(ranks, where, run, emitter, timeout_s, facts=facts, writers=writers, silence_s=silence_s)
 
 
 # --------------------------------------------------------------------------------------------------
