@@ -125,7 +125,7 @@ class Session:
         so far."""
         self.on_loss: Callable[[RanksError], None] | None = None
         """Called once, by the thread of the heartbeat, with the `loss`."""
-        self._waiting: list[str] = []
+        self._waiting: list[tuple[str, Callable[[], Sequence[int]]]] = []
         self._lock = threading.Lock()
 
     @property
@@ -142,18 +142,29 @@ class Session:
     def status(self) -> str:
         """The activity of this rank, and what it waits for."""
         with self._lock:
-            waiting = f"waiting for {self._waiting[-1]}" if self._waiting else ""
+            waiting = f"waiting for {self._waiting[-1][0]}" if self._waiting else ""
         return ", ".join(part for part in (self.phase, waiting) if part)
 
-    @contextmanager
-    def _waits_for(self, phase: str) -> Iterator[None]:
+    @property
+    def waits_for(self) -> str:
+        """The round that this rank waits for, and the ranks; empty where it waits for none."""
         with self._lock:
-            self._waiting.append(phase)
+            waiting = self._waiting[-1] if self._waiting else None
+        if waiting is None:
+            return ""
+        others = [rank for rank in waiting[1]() if rank != self.rank]
+        return f"{waiting[0]}: {self.watch.describe(others)}" if others else waiting[0]
+
+    @contextmanager
+    def _waits_for(self, phase: str, missing: Callable[[], Sequence[int]]) -> Iterator[None]:
+        waiting = phase, missing
+        with self._lock:
+            self._waiting.append(waiting)
         try:
             yield
         finally:
             with self._lock:
-                self._waiting.remove(phase)
+                self._waiting.remove(waiting)
 
     def ask(self, question: Callable[[float], Result], phase: str) -> Result:
         """Returns `question(timeout)`, retried for `answer_s` while the key-value store does not answer."""
@@ -189,7 +200,7 @@ class Session:
         clock, longest_s = self.settings.clock, self.kv_store.longest_pause_s
         began, least_s = clock.now(), max(_FIRST_PAUSE_S, self.world_size * _EACH_S)
         report_s = _BEHIND_S
-        with self._waits_for(phase):
+        with self._waits_for(phase, missing):
             while True:
                 reason: RanksError | None = None
                 try:

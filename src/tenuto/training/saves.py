@@ -419,6 +419,7 @@ class RunSaver:
             self.warn(str(error))
         for save in self.saver.in_flight:
             save.join(LOSS_S)
+        self.retention.join(LOSS_S)
         try:
             if self.attempt is not None:
                 self.attempt.release()
