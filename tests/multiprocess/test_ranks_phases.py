@@ -97,8 +97,8 @@ def test_r5_whoever_waits_three_times_as_long_is_late_and_a_slow_machine_is_not(
 def test_r5_ranks_that_find_out_three_times_as_late_as_promised_are_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slowly(timeout_s: float) -> Settings:
-        found = session_settings(timeout_s)
+    def slowly(timeout_s: float, silence_s: float) -> Settings:
+        found = session_settings(timeout_s, silence_s)
         return replace(found, dead_after_s=3 * found.dead_after_s)
 
     monkeypatch.setattr(group, "session_settings", slowly)
