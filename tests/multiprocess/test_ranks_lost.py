@@ -21,6 +21,7 @@ from campaigns.rank_phases.places import MetAt, Server, StoreDeath
 from tenuto.errors import RankFailed, RanksDisagree, RanksMissing
 from tenuto.events import Event, Warned
 from tenuto.policy import every, on
+from tenuto.ranks.handshake import MemberHandshake
 
 TIMEOUT_S = 600.0
 KILLED_S, STOPPED_S = 5.0, 30.0
@@ -235,6 +236,14 @@ def apart(place: Path, rank: int, port: int) -> Mapping[str, Any]:
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo")
+    poll = MemberHandshake._poll
+
+    def slowly(self: MemberHandshake, timeout: float) -> bool | None:
+        if self.acknowledged:
+            time.sleep(1.0)  # it would raise at once, and its process would be gone by then
+        return poll(self, timeout)
+
+    MemberHandshake._poll = slowly  # type: ignore[method-assign]
     with tenuto.Checkpointer(place / "checkpoints", {"w": np.ones(3)}, run=f"run-{rank}", ranks_timeout=TIMEOUT_S):
         return {}
 

@@ -232,10 +232,10 @@ class Session:
         if others and (late or watch.due(others)):
             watch.read(others, self.patience_s(deadline))
         left = watch.departed(others)
-        if left:
+        if left and not watch.dead():  # else they have left because of that
             return _left(left, phase)
         # Another one's death ends the wait as well, unless what it has sent before is enough.
-        lost = watch.lost(others) or watch.dead(for_s=2 * self.settings.beat_s)
+        lost = watch.lost(others) or watch.dead(for_s=0.0 if left else 2 * self.settings.beat_s)
         if not lost and not late:
             return None
         how = f"within {deadline.seconds:g} s"
