@@ -101,9 +101,10 @@ class RankWatch:
     def lost(self, ranks: Iterable[int]) -> list[int]:
         """Returns those of `ranks` that are not waited for: dead, or stopped for `dead_after_s`, or observed on another
         host without a new heartbeat for as long."""
-        ranks = list(ranks)
-        stopped = self.neighbours.lost(ranks)
-        return [rank for rank in ranks if rank in self._dead or rank in stopped or self._is_silent(rank)]
+        return [rank for rank in ranks if rank in self._dead or self._is_stopped(rank) or self._is_silent(rank)]
+
+    def _is_stopped(self, rank: int) -> bool:
+        return self.neighbours.stopped_s(rank) >= self._settings.dead_after_s
 
     def _is_silent(self, rank: int) -> bool:
         with self._lock:

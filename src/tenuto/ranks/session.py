@@ -256,10 +256,13 @@ class Session:
         """The loss after which this session can agree on nothing any more: of a rank's process, or of the key-value
         store. None while there is none. A rank that is stopped or silent may come back, and so may a store that does
         not answer."""
-        phase, error = self.status or "training", self.kv_store.gone
+        phase, error, dead = self.status or "training", self.kv_store.gone, self.watch.dead()
+        if error is None and self.kv_store.host_rank in dead:
+            place = self.kv_store.name
+            error = RankStoreLost(f"{place}, where the ranks meet, is lost", subject=place, hint="restart the job")
+            error.lasting = True
         if error is not None:
             return self.lost(error, phase, [])
-        dead = self.watch.dead()
         if not dead:
             return None
         return RanksMissing(
