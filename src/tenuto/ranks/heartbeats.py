@@ -64,7 +64,8 @@ class RankWatch:
         try:
             self.read(ended, timeout)  # one that has left may end
         except RankStoreLost:
-            pass  # it may be the one that served the store
+            # Ranks end because the store is lost, without being able to say so: they are not what was lost.
+            ended = [rank for rank in ended if rank == self._kv_store.host_rank]
         left, now = self.departed(ended), self._settings.clock.now()
         with self._lock:
             self._dead |= {rank: now for rank in ended if rank not in left and rank not in self._dead}

@@ -341,6 +341,7 @@ class JobGroup:
                 with self.agreement.round("end") as round:
                     round.all_gather(b"", min(timeout, self.timeout_s, FAREWELL_S), "the end of training")
             except RanksError as error:
+                self._gone = self._gone or error.message
                 self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
 
 

@@ -69,7 +69,10 @@ class WatchedKVStore:
         self.inner.close()
 
     def _ask(self, request: Callable[[float], Result], timeout: float) -> Result:
-        limit = min(timeout, self._settings.beat_s) if self.lost else timeout
+        with self._lock:
+            silent = self._silent_since is not None
+            left_s = 0.0 if self._lasting else self._settings.dead_after_s - self._silent_s
+        limit = min(timeout, max(left_s, self._settings.beat_s)) if silent else timeout
         began = self._settings.clock.now()
         try:
             result = request(limit)
