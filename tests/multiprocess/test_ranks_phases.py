@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from campaigns.rank_kills.processes import Ended
-from campaigns.rank_phases import campaign
+from campaigns.rank_phases import campaign, table
 from campaigns.rank_phases.cells import BESIDE, ONLY_COORDINATOR, PHASES, Cell, Outcome, Struck, begun, cells, lost
 from campaigns.rank_phases.deadlines import Promise, Times
 from campaigns.rank_phases.old_job import CUTS, Cut, cuts
@@ -134,3 +135,10 @@ def test_the_result_has_the_slowest_rank_of_each_cell() -> None:
     assert campaign.waits(outcomes) == [
         {"phase": "vote", "who": "rank 2", "how": "SIGSTOP", "promised_s": 30.0, "raised_s": 16.0, "left_s": 17.3}
     ]
+
+
+def test_the_page_has_the_times_of_the_committed_result() -> None:
+    waits = json.loads(table.RESULT.read_text())["waits"]
+    text = table.PAGE.read_text()
+    assert table.page(text, waits) == text and len(waits) > 100
+    assert "| vote | 16.0 / 17.3 |" in table.tables([{**waits[0], "phase": "vote", "raised_s": 16.0, "left_s": 17.26}])

@@ -80,7 +80,7 @@ class Heartbeat:
         deadline = session.settings.deadline(3 * session.settings.beat_s)
         remaining = [rank for rank in range(session.world_size) if rank != session.rank]
         while remaining and not deadline.passed:
-            session.watch.look(session.settings.answer_s)
+            session.watch.refresh(session.settings.answer_s)
             session.watch.read(remaining, session.settings.answer_s)
             gone = {*session.watch.departed(remaining), *session.watch.lost(remaining)}
             remaining = [rank for rank in remaining if rank not in gone]
@@ -89,7 +89,7 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stopped.wait(self._session.settings.beat_s):
             self._session.stall_guard.begin_beat()
-            self._session.watch.look(self._session.settings.answer_s)
+            self._session.watch.refresh(self._session.settings.answer_s)
             self._report_loss()
             try:
                 self._beat(self._session.settings.answer_s)

@@ -25,8 +25,8 @@ from tenuto.errors import RanksDisagree, RanksError, RanksMissing, RankStoreLost
 from tenuto.model.records import Owner
 from tenuto.ranks.contract import Deadline, KVStore, Settings
 from tenuto.ranks.heartbeats import NAMED
-from tenuto.ranks.neighbours import (
-    Neighbours,
+from tenuto.ranks.host_processes import (
+    HostProcesses,
     by_host,
     decode_host,
     decode_owner,
@@ -114,7 +114,7 @@ class Handshake:
         self.settings = settings
         self.session = self._session_of("none")
         self.acknowledged = False
-        self.neighbours = Neighbours(settings)
+        self.processes = HostProcesses(settings)
         """The processes that have acknowledged this rank, or offered it the session, as far as this host can tell."""
         self._complained: set[str] = set()
 
@@ -134,14 +134,14 @@ class Handshake:
             if not self._declined(error):
                 raise
         session = self._session_of(self.session.id)
-        session.watch.neighbours = self.neighbours
+        session.watch.processes = self.processes
         return session
 
     def _timeout_error(self, deadline: Deadline) -> RanksError | None:
-        self.neighbours.look()
-        lost = self.neighbours.lost(range(self.hello.world_size))
+        self.processes.refresh()
+        lost = self.processes.lost(range(self.hello.world_size))
         if lost:
-            descriptions = [f"rank {rank} ({self.neighbours.describe(rank)})" for rank in lost[:NAMED]]
+            descriptions = [f"rank {rank} ({self.processes.describe(rank)})" for rank in lost[:NAMED]]
             return RanksMissing(
                 f"{PHASE}: rank {self.hello.rank} has lost {', '.join(descriptions)}",
                 subject=PHASE,
@@ -257,7 +257,7 @@ class MemberHandshake(Handshake):
             return True
         first, mine, offer = Hello.decode(raw_first), Hello.decode(raw_mine), Offer.decode(raw_offer)
         if first is not None and self.acknowledged and first.nonce == self._by:
-            self.neighbours.add(0, first.process)
+            self.processes.add(0, first.process)
         if mine is not None and mine.nonce != self.hello.nonce:
             error = self._claimed_twice(mine)
             self._refuse(error, [mine.nonce, *([first.nonce] if first else []), *([offer.by] if offer else [])])
@@ -312,7 +312,7 @@ class MemberHandshake(Handshake):
         if error is not None:
             raise error
         for rank, process in decode_host(processes, self.hello.rank).items():
-            self.neighbours.add(rank, process)
+            self.processes.add(rank, process)
         return True
 
 
@@ -325,7 +325,7 @@ class CoordinatorHandshake(Handshake):
         self._offered: dict[int, str] = {}
         self._offered_at = settings.clock.now()
         self._acked: set[int] = {0}
-        self._processes = {0: hello.process}
+        self._acknowledged_by = {0: hello.process}
         self.abandoned: list[str] = []
         """Sessions that were offered and then replaced by others."""
 
@@ -352,7 +352,7 @@ class CoordinatorHandshake(Handshake):
         return None
 
     def _put_processes(self) -> None:
-        hosts = by_host(self._processes)
+        hosts = by_host(self._acknowledged_by)
         for host, processes in hosts.items():
             self._put(self.session.key("host", host), processes)
         self._put(self.session.key("hosts"), json.dumps(list(hosts)).encode())
@@ -413,8 +413,8 @@ class CoordinatorHandshake(Handshake):
             if answer is not None and answer.nonce == self._offered[rank]:
                 self._compare(answer)
                 self._acked.add(rank)
-                self._processes[rank] = answer.process
-                self.neighbours.add(rank, answer.process)
+                self._acknowledged_by[rank] = answer.process
+                self.processes.add(rank, answer.process)
 
     def _compare(self, other: Hello) -> None:
         mine = {"world size": str(self.hello.world_size), **self.hello.facts}

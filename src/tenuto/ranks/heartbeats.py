@@ -17,7 +17,7 @@ from typing import Final
 
 from tenuto.errors import RankStoreLost
 from tenuto.ranks.contract import KVStore, Settings
-from tenuto.ranks.neighbours import Neighbours
+from tenuto.ranks.host_processes import HostProcesses
 
 NAMED: Final = 8
 """The number of ranks that are described one by one; the rest is only counted."""
@@ -50,14 +50,14 @@ class RankWatch:
         self._dead: dict[int, float] = {}
         """When each dead rank was found to be dead."""
         self._lock = threading.Lock()
-        self.neighbours = Neighbours(settings)
+        self.processes = HostProcesses(settings)
         """The processes of the ranks on this host."""
 
-    def look(self, timeout: float) -> None:
+    def refresh(self, timeout: float) -> None:
         """Looks at the processes on this host, at most once a beat."""
-        self.neighbours.look()
+        self.processes.refresh()
         with self._lock:
-            ended = [rank for rank in self.neighbours.dead() if rank not in self._dead]
+            ended = [rank for rank in self.processes.dead() if rank not in self._dead]
             ended = [rank for rank in ended if rank not in self._seen or self._seen[rank].left is None]
         if not ended:
             return
@@ -105,13 +105,13 @@ class RankWatch:
         return [rank for rank in ranks if rank in self._dead or self._is_stopped(rank) or self._is_silent(rank)]
 
     def _is_stopped(self, rank: int) -> bool:
-        return self.neighbours.stopped_s(rank) >= self._settings.dead_after_s
+        return self.processes.stopped_s(rank) >= self._settings.dead_after_s
 
     def _is_silent(self, rank: int) -> bool:
         with self._lock:
             seen, limit = self._seen.get(rank), self._settings.dead_after_s
             silent = seen is not None and seen.read_at - seen.silent_since >= limit
-        return silent and not self.neighbours.runs(rank)
+        return silent and not self.processes.runs(rank)
 
     def dead(self, for_s: float = 0.0) -> list[int]:
         """Returns the ranks whose processes have ended without a word, known for `for_s` seconds at least."""
@@ -143,7 +143,7 @@ class RankWatch:
         return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
     def _describe(self, rank: int) -> str:
-        seen, process = self._seen.get(rank), self.neighbours.describe(rank)
+        seen, process = self._seen.get(rank), self.processes.describe(rank)
         if process == "" and rank in self._dead:
             process = "its process has ended"
         if seen is None or seen.raw is None:

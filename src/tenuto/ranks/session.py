@@ -228,7 +228,7 @@ class Session:
         is too late. Else None."""
         others = [rank for rank in missing if rank != self.rank]
         late, watch = deadline.passed, self.watch
-        watch.look(self.patience_s(deadline))
+        watch.refresh(self.patience_s(deadline))
         if others and (late or watch.due(others)):
             watch.read(others, self.patience_s(deadline))
         left = watch.departed(others)
@@ -289,9 +289,9 @@ class Session:
         if left:
             return _left(left, phase)
         others = [rank for rank in missing if rank != self.rank]
-        self.watch.neighbours.look()
+        self.watch.processes.refresh()
         served = "" if host_rank is None else f"; rank {host_rank} serves it"
-        state = "".join(f": {words}" for words in map(self.watch.neighbours.describe, hosts) if words)
+        state = "".join(f": {words}" for words in map(self.watch.processes.describe, hosts) if words)
         waited = f"; waited for {self.watch.describe(others)}" if others else ""
         described = RankStoreLost(
             f"{phase}: {error.message}{served}{state}{waited}",

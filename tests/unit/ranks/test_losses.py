@@ -20,9 +20,9 @@ from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.common_step import CommonStep
 from tenuto.ranks.contract import Settings
 from tenuto.ranks.heartbeats import RankWatch, beat
+from tenuto.ranks.host_processes import HostProcesses, by_host, decode_host
 from tenuto.ranks.kv.in_process import InProcessKVStore
 from tenuto.ranks.kv.watched import WatchedKVStore
-from tenuto.ranks.neighbours import Neighbours, by_host, decode_host
 from tenuto.ranks.session import Session
 
 
@@ -67,19 +67,19 @@ def stop(owner: Owner) -> None:
 def watching(told: Told, owner: Owner) -> tuple[InProcessKVStore, RankWatch, Callable[[float], list[int]]]:
     kv_store = InProcessKVStore()
     watch = RankWatch(kv_store, lambda rank: f"beat/{rank}", told.settings)
-    watch.neighbours = Neighbours(told.settings, {1: owner})
+    watch.processes = HostProcesses(told.settings, {1: owner})
     kv_store.put("beat/1", beat(1, "writing", None, {}), timeout=1)
 
     def look(at: float) -> list[int]:
         told.now_s = at
-        watch.look(1.0)
+        watch.refresh(1.0)
         watch.read([1], 1.0)
         return watch.lost([1])
 
     return kv_store, watch, look
 
 
-def test_a_killed_neighbour_is_dead_at_the_next_beat(child: Owner) -> None:
+def test_a_killed_process_is_dead_at_the_next_beat(child: Owner) -> None:
     _, watch, look = watching(Told(), child)
     assert look(0.0) == []
     kill(child)
@@ -88,7 +88,7 @@ def test_a_killed_neighbour_is_dead_at_the_next_beat(child: Owner) -> None:
     assert f"its process {child.pid} has ended" in watch.describe([1])
 
 
-def test_a_neighbour_that_left_before_it_ended_is_not_dead(child: Owner) -> None:
+def test_a_process_that_left_before_it_ended_is_not_dead(child: Owner) -> None:
     kv_store, watch, look = watching(Told(), child)
     assert look(0.0) == []
     kv_store.put("beat/1", beat(2, "", "it has closed", {}), timeout=1)
@@ -96,7 +96,7 @@ def test_a_neighbour_that_left_before_it_ended_is_not_dead(child: Owner) -> None
     assert look(1.0) == [] and watch.dead() == [] and watch.departed([1]) == {1: "it has closed"}
 
 
-def test_a_stopped_neighbour_is_lost_after_the_silence_and_back_when_it_goes_on(child: Owner) -> None:
+def test_a_stopped_process_is_lost_after_the_silence_and_back_when_it_goes_on(child: Owner) -> None:
     _, watch, look = watching(Told(), child)
     assert look(0.0) == []
     stop(child)
@@ -107,13 +107,13 @@ def test_a_stopped_neighbour_is_lost_after_the_silence_and_back_when_it_goes_on(
     assert look(17.0) == []
 
 
-def test_nothing_is_concluded_about_a_stopped_neighbour_from_a_pause_of_ones_own(child: Owner) -> None:
+def test_nothing_is_concluded_about_a_stopped_process_from_a_pause_of_ones_own(child: Owner) -> None:
     _, _, look = watching(Told(), child)
     stop(child)
     assert look(0.0) == [] and look(100.0) == []
 
 
-def test_a_silent_neighbour_that_runs_is_slow_and_one_elsewhere_is_lost(child: Owner) -> None:
+def test_a_silent_process_that_runs_is_slow_and_one_elsewhere_is_lost(child: Owner) -> None:
     _, _, look = watching(Told(), child)
     assert [look(float(at)) for at in range(0, 60, 5)] == [[]] * 12
     _, _, elsewhere = watching(Told(), replace(child, host="another"))
@@ -132,12 +132,12 @@ def test_ranks_that_end_when_the_store_is_lost_are_not_what_was_lost(child: Owne
     told = Told()
     inner = Silent(told)
     watch = RankWatch(inner, lambda rank: f"beat/{rank}", told.settings)
-    watch.neighbours = Neighbours(told.settings, {1: child})
-    watch.look(1.0)
+    watch.processes = HostProcesses(told.settings, {1: child})
+    watch.refresh(1.0)
     inner.silent = inner.lasting = True
     kill(child)
     told.now_s = 2.0
-    watch.look(1.0)
+    watch.refresh(1.0)
     assert watch.dead() == []
 
 
@@ -150,9 +150,9 @@ def test_ranks_learn_the_processes_of_their_own_host_alone() -> None:
     assert decode_host(None, 0) == {}
 
     def known(agreement: Agreement) -> list[int]:
-        neighbours = agreement.session.watch.neighbours
-        neighbours.look()
-        return [rank for rank in range(3) if neighbours.runs(rank)]
+        processes = agreement.session.watch.processes
+        processes.refresh()
+        return [rank for rank in range(3) if processes.runs(rank)]
 
     assert on_ranks(3, known) == [[1, 2], [0, 2], [0, 1]]
 

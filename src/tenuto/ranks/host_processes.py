@@ -26,13 +26,13 @@ class _Seen:
     stopped_since: float | None = None
 
 
-class Neighbours:
+class HostProcesses:
     """The processes of some ranks, as one rank observes them. Safe to use from several threads."""
 
     def __init__(self, settings: Settings, owners: Mapping[int, Owner] | None = None) -> None:
         self._settings = settings
         self._seen = {rank: _Seen(owner) for rank, owner in (owners or {}).items()}
-        self._looked_at: float | None = None
+        self._refreshed_at: float | None = None
         self._lock = threading.Lock()
 
     def add(self, rank: int, owner: Owner) -> None:
@@ -40,22 +40,22 @@ class Neighbours:
         with self._lock:
             if rank not in self._seen or self._seen[rank].owner != owner:
                 self._seen[rank] = _Seen(owner)
-                self._looked_at = None
+                self._refreshed_at = None
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Looks at each process, at most once a beat."""
         now = self._settings.clock.now()
         with self._lock:
-            before, due_s = self._looked_at, self._settings.beat_s
+            before, due_s = self._refreshed_at, self._settings.beat_s
             if before is not None and now - before < due_s:
                 return
             # Nothing is concluded from a time in which this process was itself stopped.
             paused = before is None or now - before > self._settings.dead_after_s / 2
-            self._looked_at = now
+            self._refreshed_at = now
             for seen in self._seen.values():
-                self._look_at(seen, now, paused=paused)
+                self._refresh(seen, now, paused=paused)
 
-    def _look_at(self, seen: _Seen, now: float, *, paused: bool) -> None:
+    def _refresh(self, seen: _Seen, now: float, *, paused: bool) -> None:
         if seen.dead:
             return
         verdict = judge(seen.owner)
@@ -74,9 +74,9 @@ class Neighbours:
         """Returns for how long the process of the rank has been seen to be stopped; 0.0 where it is not."""
         with self._lock:
             seen = self._seen.get(rank)
-            if seen is None or seen.stopped_since is None or self._looked_at is None:
+            if seen is None or seen.stopped_since is None or self._refreshed_at is None:
                 return 0.0
-            return max(self._looked_at - seen.stopped_since, 1e-9)
+            return max(self._refreshed_at - seen.stopped_since, 1e-9)
 
     def runs(self, rank: int) -> bool:
         """Returns whether the process of the rank is known to be alive and not stopped."""
