@@ -245,3 +245,29 @@ def test_a_lost_rank_is_not_waited_for() -> None:
             kept.close()
 
     assert on_ranks(3, work) == [[4, 6], [4, 6], [6]]
+
+
+def test_a_rank_that_waits_says_for_whom() -> None:
+    def work(agreement: Agreement) -> str:
+        with agreement.round("put") as round:
+            if agreement.rank == 0:
+                round.send(b"")
+                found: list[str] = []
+
+                def read(timeout: float) -> list[bytes] | None:
+                    found.append(agreement.session.waits_for)
+                    came.set()
+                    return original(timeout)
+
+                original, round._read_messages = round._read_messages, read  # type: ignore[method-assign]
+                round.gather(30, "put 0 (step 12)")
+                round.broadcast(b"")
+                assert agreement.session.waits_for == ""
+                return found[0]
+            assert came.wait(30)
+            round.send(b"")
+            round.receive(30)
+            return ""
+
+    came = threading.Event()
+    assert on_ranks(2, work)[0].startswith("put 0 (step 12): rank 1 (")
