@@ -131,9 +131,10 @@ layouts-campaign: setup
 scale-campaign: setup
 	$(BIN)/python -m campaigns.many_ranks --json $(RESULTS)/many_ranks.json
 
-# Every phase: a rank, the coordinator, a TCP store, a directory; and old jobs that come back. Five minutes on two cores.
+# Every phase: a rank, the coordinator, a TCP store, a directory; and old jobs that come back. About ten minutes on two cores.
 ranks-phases-campaign: setup
 	$(BIN)/python -m campaigns.rank_phases --json $(RESULTS)/r5_phases.json
+	$(BIN)/python -m campaigns.rank_phases.table
 
 # Every scenario has its part of the states and of the twenty minutes; the seeded bugs come before, in some minutes.
 ranks-crash-campaign: setup

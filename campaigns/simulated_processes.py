@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from tenuto.concurrency import process
 from tenuto.model.records import Owner
-from tenuto.repo import process
 
 
 class Processes:

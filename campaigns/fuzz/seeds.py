@@ -16,6 +16,7 @@ import numpy as np
 
 from campaigns.fuzz.targets import BOXES_OF, ID, REPOSITORY, TREE
 from tenuto.codec.digest import digest
+from tenuto.concurrency.process import this_process
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
@@ -25,7 +26,6 @@ from tenuto.repo.format.index import encode_index
 from tenuto.repo.format.manifest import Aborted, encode_aborted, encode_manifest
 from tenuto.repo.format.shard_table import BoxTable, encode_boxes
 from tenuto.repo.format.small_records import Begin, LeaseRecord, encode_attempt, encode_begin, encode_lease, owner_json
-from tenuto.repo.process import this_process
 from tenuto.state.encode.flattener import flatten
 
 _SAVE: Final = "5" * 32

@@ -33,12 +33,13 @@ Work = Callable[["Plan", int], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """`number` is sent to `rank`: by itself when it comes to the crash point `point` for the `nth` time, or, without a
-    point, by the parent `after_s` seconds after the start."""
+    """`number` is sent to `rank`: by itself when it comes to the crash point `point` for the `nth` time, or has
+    computed `step`; without either by the parent, `after_s` seconds after the start."""
 
     rank: int
     point: str = ""
     nth: int = 1
+    step: int = 0
     after_s: float = 0.0
     number: signal.Signals = signal.SIGKILL
 
@@ -98,6 +99,10 @@ def train(plan: Plan, rank: int) -> Mapping[str, Any]:
         with raising_noted(plan.raised(rank)):
             for number in ckpt.steps(plan.steps):
                 numbers.step(number + 1)
+                death = plan.death
+                if death is not None and (death.rank, death.step) == (rank, number + 1):
+                    note_moment(plan.struck)
+                    death.strike()
                 if plan.step_s:
                     time.sleep(plan.step_s)
     return {"step": ckpt.step}
@@ -199,7 +204,7 @@ class Job:
 
     def _strike(self) -> None:
         death = self.plan.death
-        if death is None or death.point or self.killed or time.monotonic() - self.began < death.after_s:
+        if death is None or death.point or death.step or self.killed or time.monotonic() - self.began < death.after_s:
             return
         self.killed = death.rank not in self.ended
         note_moment(self.plan.struck)

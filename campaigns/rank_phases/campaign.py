@@ -10,7 +10,7 @@ from typing import Any, Final
 from unittest import mock
 
 from campaigns.rank_phases.cells import Cell, Outcome, begun, cells, judge
-from campaigns.rank_phases.deadlines import TIMEOUT_S, by_phase
+from campaigns.rank_phases.deadlines import TIMEOUT_S
 from campaigns.rank_phases.old_job import Cut, cuts, judge_cut
 from tenuto.repo.ownership import claim
 
@@ -50,13 +50,31 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "by_phase": _by(struck, lambda cell: cell.phase),
         "by_how": _by(struck, lambda cell: cell.how),
         "ranks_timeout_s": TIMEOUT_S,
-        "from_the_strike_until_the_others_raised": by_phase([one.times for one in struck if one.times is not None]),
+        "waits": waits(struck),
         "old_jobs_that_came_back": len(returned),
         "old_jobs_that_changed_nothing": sum(not one.faults for one in returned),
         "faults": [f"{one.cell}: {fault}" for one in outcomes for fault in one.faults],
         "said": {str(one.cell): list(one.errors_behind) for one in outcomes},
         "times": {str(one.cell): one.times.json() for one in struck if one.times is not None},
     }
+
+
+def waits(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """For each cell in which somebody lost something: what is promised, and the slowest of the other ranks, from the
+    strike until it raised, and until it had left."""
+    rows = []
+    for one in outcomes:
+        if not isinstance(one.cell, Cell) or one.times is None or not one.times.raised_s:
+            continue
+        slowest = {
+            "raised_s": round(max(one.times.raised_s.values()), 1),
+            "left_s": round(max(one.times.left_s.values()), 1),
+        }
+        promised_s = one.times.promise.raised_s
+        rows.append(
+            {"phase": one.cell.phase, "who": one.cell.who, "how": one.cell.how, "promised_s": promised_s} | slowest
+        )
+    return rows
 
 
 def _by(outcomes: Sequence[Outcome], name: Callable[[Any], str]) -> dict[str, str]:

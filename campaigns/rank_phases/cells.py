@@ -8,17 +8,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 
 from campaigns.rank_kills.processes import Death, Job, Plan
 from campaigns.rank_kills.training import untouched
-from campaigns.rank_phases.deadlines import TIMEOUT_S, Promise, Times
-from campaigns.rank_phases.places import DirectoryDeath, MetAt, Server, StoreDeath, restored
+from campaigns.rank_phases.deadlines import SHORT_TIMEOUT_S, TIMEOUT_S, Promise, Times
+from campaigns.rank_phases.places import DirectoryDeath, MetAt, Server, StoreDeath, free_port, restored
 from tenuto.api.save_load import load
 from tenuto.engine.save.rank_group import RESTORE_TIMES
+from tenuto.engine.staging import slots
 from tenuto.errors import TenutoError
+from tenuto.policy import every, on
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
@@ -32,6 +36,7 @@ PATIENCE_S: Final = 60.0
 OLD_TIMEOUT_S: Final = 60.0
 
 PHASES: Final = {
+    "meet": "ranks met, repository not yet opened",
     "choose": "repository opened, nothing chosen yet",
     "restore": "part restored, not yet voted for",
     "claim": "restore voted for, run not yet claimed",
@@ -48,35 +53,48 @@ ONLY_COORDINATOR: Final = {
     "begin": "save begun",
     "announce": "manifest durable, not yet announced",
 }
+BESIDE: Final = {"train": "", "memory": "memory image sealed", "exit": "begun, nothing written"}
+"""Phases of jobs of their own: no save is in flight; each step is kept in memory, and no save is in flight; the only
+save is the last one, for which the others wait while they leave the `with` block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`victim`: a rank, or "server" or "directory"; `how`: a signal, or what becomes of the directory."""
+    """`victim`: a rank, or "server" or "directory"; `how`: a signal, or what becomes of the directory. `serves`: rank 0
+    serves the TCP store where the ranks meet; else a process of its own does ("server"), as that of torchrun, or they
+    meet in a directory."""
 
     victim: int | str
     phase: str
     how: str
+    serves: bool = False
 
     def __str__(self) -> str:
         return f"{self.who}, {self.phase}, {self.how}"
 
     @property
     def promise(self) -> Promise:
-        return Promise(self.phase, lost=isinstance(self.victim, str))
+        return Promise(self.phase, self.how)
+
+    @property
+    def timeout_s(self) -> float:
+        return SHORT_TIMEOUT_S if self.how == "emptied" else TIMEOUT_S
 
     @property
     def who(self) -> str:
         if isinstance(self.victim, str):
             return f"the {self.victim}"
-        return f"rank {self.victim}" if self.victim else "the coordinator"
+        serves = (" that serves the store" if self.victim == 0 else ", rank 0 serves the store") * self.serves
+        return (f"rank {self.victim}" if self.victim else "the coordinator") + serves
 
 
 def cells() -> Iterator[Cell]:
     """All of them."""
-    for phase in PHASES:
+    for phase in PHASES | BESIDE:
         for how in ("SIGKILL", "SIGSTOP"):
             yield from (Cell(0, phase, how), Cell(2, phase, how), Cell("server", phase, how))
+            yield from (Cell(0, phase, how, serves=True), Cell(2, phase, how, serves=True))
+    for phase in PHASES:
         yield from (Cell("directory", phase, how) for how in ("gone", "emptied", "hung"))
     for phase in ONLY_COORDINATOR:
         yield from (Cell(0, phase, how) for how in ("SIGKILL", "SIGSTOP"))
@@ -109,17 +127,24 @@ class Struck:
         self.place = Path(shutil.copytree(start, place))
         shutil.rmtree(self.place / "ranks", ignore_errors=True)
         self._stack = ExitStack()
-        point = (PHASES | ONLY_COORDINATOR)[cell.phase]
-        plan = MetAt(self.place, WORLD, STEPS, timeout_s=TIMEOUT_S)
+        point = (PHASES | ONLY_COORDINATOR | BESIDE)[cell.phase]
+        when: Any = {"point": point, "nth": 4 if cell.phase == "memory" else 1, "step": 0 if point else BEGUN + 3}
+        plan = MetAt(self.place, WORLD, STEPS, timeout_s=cell.timeout_s, port=free_port() if cell.serves else 0)
+        if cell.phase in BESIDE:
+            more = {"memory": every(steps=1)} if cell.phase == "memory" else {}
+            step_s = 0.0 if cell.phase == "exit" else 0.4
+            plan = replace(plan, step_s=step_s, more={"save": on.end(), **more})
+            memory = self._stack.enter_context(TemporaryDirectory(prefix="tenuto-phases-", dir="/dev/shm"))
+            self._stack.enter_context(mock.patch.object(slots, "SHARED_MEMORY", memory))
         if cell.victim == "server":
             server = self._stack.enter_context(Server())
-            death: Death = StoreDeath(1, point, number=signal.Signals[cell.how], pid=server.pid)
+            death: Death = StoreDeath(1, **when, number=signal.Signals[cell.how], pid=server.pid)
             plan = replace(plan, server=server)
         elif cell.victim == "directory":
             death = DirectoryDeath(1, point, place=self.place, how=cell.how)
         else:
             assert isinstance(cell.victim, int)
-            death = Death(cell.victim, point, number=signal.Signals[cell.how])
+            death = Death(cell.victim, **when, number=signal.Signals[cell.how])
         self.job = self._stack.enter_context(Job(replace(plan, death=death)))
         self.following_s = 0.0
         """How long the job took that followed."""
@@ -134,7 +159,7 @@ class Struck:
         """What the ranks did not do that they have to, once they had time for it."""
         job, cell = self.job, self.cell
         stopped = [cell.victim] if isinstance(cell.victim, int) and cell.how == "SIGSTOP" else []
-        hangs_s = RESTORE_TIMES * TIMEOUT_S + PATIENCE_S
+        hangs_s = RESTORE_TIMES * cell.timeout_s + PATIENCE_S
         if not job.wait(hangs_s, without=stopped):
             yield f"{sorted(set(range(WORLD)) - job.ended.keys())} have not raised within {hangs_s:g} s"
             return
@@ -188,7 +213,7 @@ class Struck:
         after = committed(self.place)
         for rank in set(range(WORLD)) - self.job.ended.keys():
             self.job.send(rank, signal.SIGCONT)
-        if not self.job.wait(RESTORE_TIMES * TIMEOUT_S + PATIENCE_S):
+        if not self.job.wait(RESTORE_TIMES * self.cell.timeout_s + PATIENCE_S):
             yield "a rank that was stopped and goes on does not end"
         if isinstance(self.cell.victim, int) and self.job.ended[self.cell.victim].status == 0:
             yield "a rank that was stopped, and superseded, ended well"

@@ -1,28 +1,25 @@
-"""Bounds the time that the other ranks may take to raise after a strike, as promised for `ranks_timeout=`.
+"""Bounds the time that other ranks may take to raise, and to leave, after a loss, as `docs/design/waits.md` promises.
 
-A rank that is dead or stopped is detected in half of that time. Where the ranks' key-value store is lost, each rank
-gives up when its own wait reaches its deadline, after the request that was under way has been given up. A busy machine
-adds some of the time that an undisturbed job takes there, which each cell measures before its strike and after.
+None of them depends on `ranks_timeout`, which is for ranks that are alive and late, but one: where the directory in
+which ranks meet is emptied, every rank is alive, and what they wait for is gone. A busy machine adds some of the time
+that an undisturbed job takes there, which each cell measures before its strike and after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-TIMEOUT_S: Final = 8.0
-FOUND_OUT: Final = 0.5
-"""Of `ranks_timeout`: a rank without a sign of life is found out within so much."""
-BEATS: Final = 0.1
-"""Signs of life come each twentieth of it, and are looked at as often."""
+TIMEOUT_S: Final = 60.0
+"""`ranks_timeout` of the jobs; signs of life and silence are then what they are by default."""
+SHORT_TIMEOUT_S: Final = 8.0
+"""Where the timeout is what ends a wait."""
+KILLED_S: Final = 5.0
+SILENT_S: Final = 30.0
 LONG: Final = {"choose": 3.0, "restore": 3.0, "claim": 3.0}
 """So many times `ranks_timeout` a wait for a rank that restores may take; any other one takes one."""
-ASKING: Final = 0.5
-"""In so much a question is given up that was on its way to the place when that was lost."""
-LEAVING: Final = 1.05
-"""Who leaves a place that does not answer ends the beats of his life, one of which may just be asking, and asks a last
-time himself: half of `ranks_timeout` each."""
+LEAVING_S: Final = SHORT_TIMEOUT_S
 PACES: Final = 0.5
 """So much of the time of a job that nobody disturbs, which opens, restores, saves and ends, may come on top."""
 PAUSE_S: Final = 2.0
@@ -31,18 +28,20 @@ PAUSE_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a cell has to keep. `lost`: the place where ranks meet is struck, and not a rank."""
+    """What a cell has to keep. `how`: a signal, or what becomes of the directory."""
 
     phase: str
-    lost: bool
+    how: str
 
     @property
     def raised_s(self) -> float:
-        return TIMEOUT_S * (ASKING + LONG.get(self.phase, 1.0) if self.lost else FOUND_OUT + BEATS)
+        if self.how == "emptied":
+            return SHORT_TIMEOUT_S * (0.5 + LONG.get(self.phase, 1.0))
+        return KILLED_S if self.how == "SIGKILL" else SILENT_S
 
     @property
     def left_s(self) -> float:
-        return self.raised_s + TIMEOUT_S * LEAVING * self.lost
+        return self.raised_s + LEAVING_S * (self.how == "emptied")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,6 @@ class Times:
     def slack_s(self) -> float:
         return max(PACES * self.pace_s, PAUSE_S)
 
-    @property
-    def bound_s(self) -> float:
-        return self.promise.raised_s + self.slack_s
-
     def late(self) -> Iterator[str]:
         """Who has raised too late, and by which bound."""
         for what, found, promised_s in (
@@ -76,24 +71,8 @@ class Times:
 
     def json(self) -> dict[str, Any]:
         return {
+            "promised_s": self.promise.raised_s,
             "raised_s": {str(rank): round(seconds, 2) for rank, seconds in sorted(self.raised_s.items())},
             "left_s": {str(rank): round(seconds, 2) for rank, seconds in sorted(self.left_s.items())},
             "undisturbed_s": round(self.pace_s, 2),
-            "bound_s": round(self.bound_s, 2),
         }
-
-
-def by_phase(all_times: Sequence[Times]) -> dict[str, Any]:
-    """For each phase, where a rank was struck and where the place was: what is promised, the slowest that raised, and
-    the narrowest bound that any of its cells had to keep."""
-    found: dict[str, Any] = {}
-    for times in all_times:
-        if not times.raised_s:
-            continue  # it lost nothing that it needed
-        what = "the place where ranks meet" if times.promise.lost else "a rank"
-        row = found.setdefault(times.promise.phase, {}).setdefault(
-            what, {"promised_s": times.promise.raised_s, "slowest_s": 0.0, "bound_s": times.bound_s}
-        )
-        row["slowest_s"] = round(max(row["slowest_s"], *times.raised_s.values()), 2)
-        row["bound_s"] = round(min(row["bound_s"], times.bound_s), 2)
-    return found

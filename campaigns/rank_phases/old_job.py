@@ -25,7 +25,7 @@ from campaigns.rank_phases.cells import (
     committed,
     differences,
 )
-from campaigns.rank_phases.deadlines import TIMEOUT_S
+from campaigns.rank_phases.deadlines import SHORT_TIMEOUT_S
 from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.maintenance.verify import execute, plan_verify
 from tenuto.repo.repository import Repo
@@ -34,7 +34,7 @@ from tenuto.store.registry import open_store
 CUTS: Final = {
     name: point
     for name, point in (PHASES | ONLY_COORDINATOR).items()
-    if name not in ("choose", "restore", "claim", "claimed")
+    if name not in ("meet", "choose", "restore", "claim", "claimed")
 }
 """Where in a save the job is cut off."""
 
@@ -64,7 +64,7 @@ class CutOff:
         self.cut = cut
         self.place = Path(shutil.copytree(start, place))
         death = Death(0, CUTS[cut.phase], cut.nth, number=signal.SIGSTOP)
-        self.job = Job(Plan(self.place, WORLD, STEPS, timeout_s=2 * TIMEOUT_S, death=death))
+        self.job = Job(Plan(self.place, WORLD, STEPS, timeout_s=2 * SHORT_TIMEOUT_S, death=death))
 
     def __enter__(self) -> CutOff:
         self.job.__enter__()
@@ -89,7 +89,7 @@ class CutOff:
         """Whether all of it have ended after that."""
         for rank in set(self.job.pids) - self.job.ended.keys():
             self.job.send(rank, signal.SIGCONT)
-        return self.job.wait(RESTORE_TIMES * 2 * TIMEOUT_S + PATIENCE_S)
+        return self.job.wait(RESTORE_TIMES * 2 * SHORT_TIMEOUT_S + PATIENCE_S)
 
 
 def _stopped(pid: int) -> bool:

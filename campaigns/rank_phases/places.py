@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,11 +94,28 @@ class MetAt(Plan):
     """A job whose ranks meet at `server`, or in a directory that may hang."""
 
     server: Server | None = None
+    port: int = 0
+    """Where rank 0 serves a TCP store, if it does."""
 
     def ranks(self, rank: int) -> Ranks:
+        if self.port:
+            return Meeting(rank, self.world, lambda: served_by_first(rank, self.port))
         if self.server is not None:
             return self.server.ranks(rank, self.world)
         return Meeting(rank, self.world, lambda: HangingFiles(self.place / "ranks", self.place / STONE))
+
+
+def served_by_first(rank: int, port: int) -> KVStore:
+    """The store that the process of rank 0 serves, as in jobs that srun, mpirun or `multiprocessing` start."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TorchKVStore.of(TCPStore(HOST, port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return int(free.getsockname()[1])
 
 
 STONE: Final = "hangs"

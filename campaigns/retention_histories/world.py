@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from tenuto.codec.digest import digest
+from tenuto.concurrency.process import this_process
 from tenuto.errors import CheckpointNotFound
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, IndexEntry, Manifest
@@ -17,7 +18,6 @@ from tenuto.repo.format.manifest import encode_manifest
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.ownership.lease import Lease
-from tenuto.repo.process import this_process
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned
 from tenuto.store import memory

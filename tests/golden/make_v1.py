@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from tenuto.concurrency import process
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.maintenance import remove
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Owner
-from tenuto.repo import process, tombstones
+from tenuto.repo import tombstones
 from tenuto.repo.commit import begin
 from tenuto.repo.notes import add_note
 from tenuto.repo.ownership import claim

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from campaigns.rank_kills.processes import Ended
-from campaigns.rank_phases import campaign
-from campaigns.rank_phases.cells import ONLY_COORDINATOR, PHASES, Cell, Struck, begun, cells, lost
-from campaigns.rank_phases.deadlines import TIMEOUT_S, Promise, Times, by_phase
+from campaigns.rank_phases import campaign, table
+from campaigns.rank_phases.cells import BESIDE, ONLY_COORDINATOR, PHASES, Cell, Outcome, Struck, begun, cells, lost
+from campaigns.rank_phases.deadlines import Promise, Times
 from campaigns.rank_phases.old_job import CUTS, Cut, cuts
 from tenuto.engine.group import group
 from tenuto.engine.group.group import session_settings
@@ -19,12 +20,15 @@ from tenuto.ranks.contract import Settings
 FEW = (
     Cell("server", "choose", "SIGKILL"),
     Cell("server", "write", "SIGSTOP"),
-    Cell("server", "vote", "SIGKILL"),
+    Cell("server", "train", "SIGKILL"),
     Cell("directory", "plan", "gone"),
     Cell("directory", "vote", "hung"),
     Cell("directory", "ready", "emptied"),
     Cell(0, "choose", "SIGSTOP"),
     Cell(2, "claim", "SIGKILL"),
+    Cell(0, "vote", "SIGSTOP", serves=True),
+    Cell(2, "memory", "SIGKILL", serves=True),
+    Cell(0, "exit", "SIGKILL"),
     Cut("vote", whole=True),
     Cut("vote", whole=False, nth=2),
     Cut("begin", whole=True, nth=2),
@@ -44,8 +48,12 @@ def test_the_matrix_has_every_phase_for_every_victim() -> None:
     found = list(cells())
     assert len(set(found)) == len(found)
     for victim, hows in ((0, 2), (2, 2), ("server", 2), ("directory", 3)):
-        told = [(cell.phase, cell.how) for cell in found if cell.victim == victim]
-        assert len(told) == hows * len(PHASES) + (hows * len(ONLY_COORDINATOR) if victim == 0 else 0)
+        told = [(cell.phase, cell.how) for cell in found if cell.victim == victim and not cell.serves]
+        phases = [*PHASES, *(BESIDE if victim != "directory" else ()), *(ONLY_COORDINATOR if victim == 0 else ())]
+        assert sorted(told) == sorted({(phase, how) for phase in phases for _, how in told})
+        assert len(told) == hows * len(phases)
+    served = [cell for cell in found if cell.serves]
+    assert len(served) == 4 * (len(PHASES) + len(BESIDE))
     assert {cut.phase for cut in cuts() if cut.whole} == {cut.phase for cut in cuts() if not cut.whole} == set(CUTS)
 
 
@@ -93,30 +101,44 @@ def test_r5_whoever_waits_three_times_as_long_is_late_and_a_slow_machine_is_not(
         assert len(found) == 2 and found[0].startswith("rank 0 raised"), found
 
 
+def test_what_is_promised_follows_from_how_somebody_is_lost_alone() -> None:
+    assert {(cell.how, cell.promise.raised_s) for cell in cells() if cell.how != "emptied"} == {
+        ("SIGKILL", 5.0),
+        ("SIGSTOP", 30.0),
+        ("gone", 30.0),
+        ("hung", 30.0),
+    }
+
+
 @pytest.mark.long
 def test_r5_ranks_that_find_out_three_times_as_late_as_promised_are_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slowly(timeout_s: float) -> Settings:
-        found = session_settings(timeout_s)
-        return replace(found, dead_after_s=3 * found.dead_after_s)
+    def slowly(timeout_s: float, silence_s: float) -> Settings:
+        return replace(session_settings(timeout_s, silence_s), dead_after_s=50.0)
 
     monkeypatch.setattr(group, "session_settings", slowly)
-    (outcome,) = campaign.play([Cell(2, "vote", "SIGKILL")], tmp_path, at_once=1)
+    (outcome,) = campaign.play([Cell(2, "vote", "SIGSTOP")], tmp_path, at_once=1)
     assert len(outcome.faults) == 4 and all("after the strike" in fault for fault in outcome.faults), outcome
 
 
 def test_r5_who_raises_in_time_and_does_not_leave_is_late() -> None:
-    promise = Promise("vote", lost=True)
+    promise = Promise("vote", "SIGKILL")
     kept = times(promise)
     assert "rank 0 left" in next(replace(kept, left_s={0: promise.left_s + 9 * QUIET_S}).late())
 
 
-def test_the_result_has_the_slowest_and_the_narrowest_bound_of_each_phase() -> None:
-    lost, rank = Promise("vote", lost=True), Promise("vote", lost=False)
-    found = by_phase([times(lost), times(lost, slower=10), times(rank), Times(rank, 1.0, {}, {})])
-    row = found["vote"]["the place where ranks meet"]
-    assert row["promised_s"] == lost.raised_s
-    assert row["bound_s"] == round(times(lost).bound_s, 2)
-    assert row["slowest_s"] == round(lost.raised_s + 10 * QUICK_S, 2)
-    assert found["vote"]["a rank"]["promised_s"] < TIMEOUT_S
+def test_the_result_has_the_slowest_rank_of_each_cell() -> None:
+    cell = Cell(2, "vote", "SIGSTOP")
+    slow = Times(cell.promise, 1.0, {0: 16.04, 1: 3.0}, {0: 16.1, 1: 17.26})
+    outcomes = [Outcome(cell, (), times=slow), Outcome(cell, (), times=Times(cell.promise, 1.0, {}, {}))]
+    assert campaign.waits(outcomes) == [
+        {"phase": "vote", "who": "rank 2", "how": "SIGSTOP", "promised_s": 30.0, "raised_s": 16.0, "left_s": 17.3}
+    ]
+
+
+def test_the_page_has_the_times_of_the_committed_result() -> None:
+    waits = json.loads(table.RESULT.read_text())["waits"]
+    text = table.PAGE.read_text()
+    assert table.page(text, waits) == text and len(waits) > 100
+    assert "| vote | 16.0 / 17.3 |" in table.tables([{**waits[0], "phase": "vote", "raised_s": 16.0, "left_s": 17.26}])

@@ -21,6 +21,9 @@ from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
 PROGRAM = Path(__file__).with_name("store_program.py")
+RESTARTED = Path(__file__).with_name("restart_program.py")
+SIGTERM_TO_SIGKILL_S = 30.0
+"""How long torchrun waits, by default, for ranks to leave."""
 PATIENCE_S = 150.0
 
 
@@ -96,3 +99,14 @@ def test_the_agent_of_torchrun_dies_and_the_store_with_it(tmp_path: Path) -> Non
             assert found["behind"] == "RankStoreLost", found
             assert "where the ranks meet, is lost" in found["message"] and found["phase"], found
     tenuto.load(tmp_path / "checkpoints")
+
+
+def test_torchrun_starts_a_job_anew_without_waiting_for_the_survivors(tmp_path: Path) -> None:
+    """The survivor waits for the dead rank in a save, and neither a step nor the end of its `with` block waits on.
+    More than one restart is allowed, since gloo may fail to connect on a machine that is busy."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with running(tmp_path, [([*torchrun, "--max-restarts", "3", str(RESTARTED), str(tmp_path)], {})]) as (agent,):
+        assert agent.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == ["30", "30"]
+    restarted_s = float((tmp_path / "began-1-0").read_text()) - float((tmp_path / "struck").read_text())
+    assert restarted_s < SIGTERM_TO_SIGKILL_S / 2

@@ -15,11 +15,12 @@ from unittest import mock
 import numpy as np
 
 from support.saves_of_ranks import save_jointly
+from tenuto.concurrency import process
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Owner
-from tenuto.repo import process, repository, tombstones
+from tenuto.repo import repository, tombstones
 from tenuto.repo.notes import add_note
 from tenuto.repo.ownership import claim as claims
 from tenuto.repo.ownership.claim import claim

@@ -19,12 +19,12 @@ import numpy as np
 
 from tenuto.certify.verdict import Row
 from tenuto.codec.digest import digest
+from tenuto.concurrency.process import judge, this_process
 from tenuto.errors import TenutoError, UsageError, typed
 from tenuto.model import canonical_json
 from tenuto.model.records import Json, Owner
 from tenuto.policy import keep
 from tenuto.policy.save import Moment, SaveHistory, SavePolicy
-from tenuto.repo.process import judge, this_process
 from tenuto.state.contract import Flattened
 from tenuto.state.encode.flattener import flatten
 from tenuto.state.frameworks import type_name

@@ -12,6 +12,7 @@ from tenuto.ranks.background import KIND, Heartbeat
 from tenuto.ranks.cleanup import ConvenedSessions, StaleRounds, StaleSession
 from tenuto.ranks.contract import Deadline, KVStore, Ranks, Settings
 from tenuto.ranks.handshake import CoordinatorHandshake, Hello, MemberHandshake
+from tenuto.ranks.kv.watched import WatchedKVStore
 from tenuto.ranks.proposals import Proposal, Proposals
 from tenuto.ranks.round import Round
 from tenuto.ranks.session import Session
@@ -49,7 +50,7 @@ class Agreement:
         """
         settings = settings or Settings()
         until = deadline if isinstance(deadline, Deadline) else settings.deadline(deadline)
-        kv_store = ranks.kv_store()
+        kv_store = WatchedKVStore(ranks.kv_store(), settings)
         try:
             return cls._join(ranks, facts, kv_store, settings, until)
         except BaseException:
@@ -150,7 +151,7 @@ class Agreement:
 
     def close(self, reason: str = _CLOSED) -> None:
         """Leaves the session: ranks that wait for this one raise RankFailed with `reason`. Raises nothing."""
-        self._heartbeat.stop(reason)
+        self._heartbeat.stop(reason, failed=reason != _CLOSED)
         _SESSIONS.closed(self.session)
         self.session.kv_store.close()
 

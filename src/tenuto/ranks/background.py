@@ -34,6 +34,7 @@ class Heartbeat:
         self._live = live
         self._clean_up = clean_up
         self._count = 0
+        self._loss_reported = False
         self._leave_reason: str | None = None
         self._stopped = threading.Event()
         self._last_wish = ""
@@ -52,26 +53,44 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="tenuto-ranks-heartbeat", daemon=True)
         self._thread.start()
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, failed: bool = False) -> None:
         """Stops the thread and puts a last heartbeat with `reason`. Does not raise where the key-value store is
-        lost."""
+        lost. `failed`: this rank leaves because of an error, which the others are to learn."""
         if self._stopped.is_set():
             return
         self._stopped.set()
         if self._thread is None:
             return
-        if self._thread is not threading.current_thread():
-            self._thread.join(self._session.settings.beat_s + self._session.settings.answer_s)
+        session = self._session
+        if self._thread is not threading.current_thread() and not session.kv_store.lost:
+            self._thread.join(session.settings.beat_s + session.settings.answer_s)
         self._leave_reason = reason
         try:
-            self._beat(self._session.settings.answer_s)
+            self._beat(session.settings.answer_s)
+            if failed and session.kv_store.host_rank == session.rank:
+                self._await_readers()
             self._clean_up()
         except RankStoreLost:
             return  # ranks that wait for this one lose the store as well
 
+    def _await_readers(self) -> None:
+        """Waits until the other ranks have left, or had three beats to read why this one does: the key-value store
+        goes with this process."""
+        session = self._session
+        deadline = session.settings.deadline(3 * session.settings.beat_s)
+        remaining = [rank for rank in range(session.world_size) if rank != session.rank]
+        while remaining and not deadline.passed:
+            session.watch.refresh(session.settings.answer_s)
+            session.watch.read(remaining, session.settings.answer_s)
+            gone = {*session.watch.departed(remaining), *session.watch.lost(remaining)}
+            remaining = [rank for rank in remaining if rank not in gone]
+            session.settings.clock.sleep(session.kv_store.longest_pause_s)
+
     def _run(self) -> None:
         while not self._stopped.wait(self._session.settings.beat_s):
             self._session.stall_guard.begin_beat()
+            self._session.watch.refresh(self._session.settings.answer_s)
+            self._report_loss()
             try:
                 self._beat(self._session.settings.answer_s)
                 self._watch()
@@ -79,6 +98,13 @@ class Heartbeat:
                 self._clean_up()
             except RanksError:
                 continue  # retried at the next beat; a rank that waits for something gets the error from its own wait
+
+    def _report_loss(self) -> None:
+        """Reports, once, that this session can agree on nothing any more."""
+        loss, report = self._session.loss, self._session.on_loss
+        if loss is not None and report is not None and not self._loss_reported:
+            self._loss_reported = True
+            report(loss)
 
     def _beat(self, timeout: float) -> None:
         self._count += 1
@@ -91,6 +117,7 @@ class Heartbeat:
             live,
             challenge=stall_guard.last_challenge,
             given_up=stall_guard.given_up,
+            dead=self._session.watch.dead(),
         )
         self._session.kv_store.put(self._session.beat_key(self._session.rank), raw, timeout=timeout)
 

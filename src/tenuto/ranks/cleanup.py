@@ -33,7 +33,8 @@ class StaleSession:
     def keys(self, kv_store: KVStore, timeout: float) -> list[str]:
         """Returns the keys it may have left. Raises RankStoreLost."""
         session = Session(self.session, 0, self.world_size, kv_store, Settings())
-        keys = [session.key(name) for name in ("open", "wish", "proposal", "roll")]
+        keys = [session.key(name) for name in ("open", "hosts", "wish", "proposal", "roll")]
+        keys += [session.key("host", host) for host in _hosts(kv_store.get(session.key("hosts"), timeout=timeout))]
         keys += [key for rank in range(self.world_size) for key in (session.key("ack", rank), session.beat_key(rank))]
         keys += CommonStep.keys(session)
         raw = kv_store.get(session.beat_key(0), timeout=timeout)
@@ -41,6 +42,13 @@ class StaleSession:
             for number in numbers[-_SEARCH_LIMIT:]:
                 keys += Round(session, kind, number, int, _ignore_end).keys(every=True)
         return keys
+
+
+def _hosts(raw: bytes | None) -> list[str]:
+    try:
+        return [str(host) for host in json.loads(raw or b"[]")]
+    except (ValueError, TypeError):
+        return []
 
 
 class ConvenedSessions:

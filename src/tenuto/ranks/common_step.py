@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tenuto.errors import DeadlineExceeded, RankStoreLost
-from tenuto.ranks.contract import KVStore
+from tenuto.ranks.contract import Deadline, KVStore
 from tenuto.ranks.session import Session
 
 NONE: Final = -1
@@ -124,13 +124,18 @@ class CommonStep:
         """Waits for the decision on the newest step of this rank and returns the common step.
 
         The common step and the step of this rank stay; any other may go. Raises DeadlineExceeded after `timeout`
-        seconds; from then on at once, until the decision comes.
+        seconds, or once no decision can come any more; from then on at once, until the decision comes.
         """
+        session = self._session
+        deadline = Deadline(timeout if self._patient else 0.0)  # a condition waits by the system's clock
         with self._changed:
-            patience = timeout if self._patient else 0.0
-            self._patient = self._changed.wait_for(self._settled, patience)
-            if not self._patient:
-                raise DeadlineExceeded(f"it is not known whether all ranks have step {self._own.complete} in memory")
+            while not self._changed.wait_for(self._settled, min(deadline.remaining_s, session.settings.beat_s)):
+                if deadline.passed or not session.decides:
+                    self._patient = False
+                    raise DeadlineExceeded(
+                        f"it is not known whether all ranks have step {self._own.complete} in memory"
+                    )
+            self._patient = True
             return self._decided.common
 
     def _settled(self) -> bool:
@@ -186,7 +191,8 @@ class CommonStep:
         return report
 
     def _receive_reports(self, report: StepReport, timeout: float) -> None:
-        """Reads, on the coordinator, the reports of the ranks that were behind."""
+        """Reads, on the coordinator, the reports of the ranks that were behind. One that is lost will not have the step
+        in time: the others need not wait."""
         session = self._session
         self._others[session.rank] = report
         behind = [rank for rank, one in enumerate(self._others) if rank and one.past < report.past]
@@ -194,6 +200,8 @@ class CommonStep:
         for rank, raw in zip(behind, raws, strict=True):
             if raw is not None:
                 self._others[rank] = StepReport(*json.loads(raw))
+        for rank in session.watch.lost(rank for rank in behind if self._others[rank].past < report.past):
+            self._others[rank] = replace(self._others[rank], past=report.past)
 
     def _announce(self, timeout: float) -> None:
         with self._changed:

@@ -15,6 +15,9 @@ from tenuto.concurrency.deadlines import Clock
 TIMEOUT_S: Final = 600.0
 """How long ranks wait by default for one that is alive: to build its Checkpointer, to come to the step that all save
 at, to put its part."""
+SILENCE_S: Final = 15.0
+"""How long by default a rank on another host, or the place where the ranks meet, may give no sign of life, and how long
+a rank may be stopped, before it counts as lost."""
 
 
 @runtime_checkable
@@ -133,9 +136,9 @@ class Settings:
     """The intervals and limits of heartbeats, requests and the handshake. Seconds."""
 
     beat_s: float = 1.0
-    dead_after_s: float = 60.0
-    """A rank without a heartbeat for so long is stopped or dead. A process that computes without a pause sends none
-    either."""
+    dead_after_s: float = SILENCE_S
+    """A rank without a heartbeat for so long is lost, unless its process runs on this host: then it is only slow. So is
+    the key-value store once it has answered nobody for so long."""
     answer_s: float = 10.0
     """The limit for one request to the key-value store."""
     probe_s: float = 2.0

@@ -7,22 +7,32 @@ once all ranks of one offer have acknowledged it with facts equal to the coordin
 with stale hellos; another follows.
 
 Facts are compared only with processes that acknowledge, or complain about, a fresh number: leftovers of a dead process
-can delay a handshake but never fail it.
+can delay a handshake but never fail it. A process of this host that has acknowledged and then ended fails it at once.
+
+Each hello says which process it is of. When the session opens, each rank learns those of its own host.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from tenuto.concurrency.process import this_process
 from tenuto.errors import RanksDisagree, RanksError, RanksMissing, RankStoreLost
+from tenuto.model.records import Owner
 from tenuto.ranks.contract import Deadline, KVStore, Settings
 from tenuto.ranks.heartbeats import NAMED
+from tenuto.ranks.host_processes import (
+    HostProcesses,
+    by_host,
+    decode_host,
+    decode_owner,
+    encode_owner,
+    host_of,
+)
 from tenuto.ranks.session import OFFER, ROOT, Message, Session, decode, failure
 
 # Hello and offer, the messages before there is a session. What cannot be decoded is ignored: it may be a leftover.
@@ -36,11 +46,15 @@ class Hello:
     world_size: int
     facts: Mapping[str, str]
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
-    who: str = field(default_factory=lambda: f"{socket.gethostname()} pid {os.getpid()}")
+    process: Owner = field(default_factory=this_process)
+
+    @property
+    def who(self) -> str:
+        return f"{self.process.host} pid {self.process.pid}"
 
     def encode(self) -> bytes:
-        names = ("rank", "world_size", "nonce", "who")
-        return json.dumps({**{name: getattr(self, name) for name in names}, "facts": dict(self.facts)}).encode()
+        values = {name: getattr(self, name) for name in ("rank", "world_size", "nonce")}
+        return json.dumps({**values, "process": encode_owner(self.process), "facts": dict(self.facts)}).encode()
 
     @classmethod
     def decode(cls, raw: bytes | None) -> Hello | None:
@@ -52,7 +66,7 @@ class Hello:
                 int(values["world_size"]),
                 {str(name): str(value) for name, value in values["facts"].items()},
                 str(values["nonce"]),
-                str(values["who"]),
+                decode_owner(values["process"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -100,6 +114,8 @@ class Handshake:
         self.settings = settings
         self.session = self._session_of("none")
         self.acknowledged = False
+        self.processes = HostProcesses(settings)
+        """The processes that have acknowledged this rank, or offered it the session, as far as this host can tell."""
         self._complained: set[str] = set()
 
     def run(self, deadline: Deadline) -> Session:
@@ -117,9 +133,22 @@ class Handshake:
         except RanksError as error:
             if not self._declined(error):
                 raise
-        return self._session_of(self.session.id)
+        session = self._session_of(self.session.id)
+        session.watch.processes = self.processes
+        return session
 
     def _timeout_error(self, deadline: Deadline) -> RanksError | None:
+        self.processes.refresh()
+        lost = self.processes.lost(range(self.hello.world_size))
+        if lost:
+            descriptions = [f"rank {rank} ({self.processes.describe(rank)})" for rank in lost[:NAMED]]
+            return RanksMissing(
+                f"{PHASE}: rank {self.hello.rank} has lost {', '.join(descriptions)}",
+                subject=PHASE,
+                hint="look at these ranks' logs, then restart the job",
+                ranks=tuple(lost),
+                phase=PHASE,
+            )
         if not deadline.passed:
             return None
         missing = self.missing()
@@ -171,8 +200,24 @@ class Handshake:
         self.session.ask(lambda timeout: self.kv_store.put(key, value, timeout=timeout), PHASE)
 
     def _refuse(self, error: RanksDisagree, nonces: list[str]) -> None:
-        for nonce in nonces:
-            self._put(self._handshake_key("refused", nonce), failure(nonce, PHASE, self.hello.rank, error).encode())
+        keys = [self._handshake_key("refused", nonce) for nonce in nonces]
+        for key, nonce in zip(keys, nonces, strict=True):
+            self._put(key, failure(nonce, PHASE, self.hello.rank, error).encode())
+        if self.kv_store.host_rank == self.hello.rank:
+            self._await_removal([key for key in keys if not key.endswith(self.hello.nonce)])
+
+    def _await_removal(self, keys: list[str]) -> None:
+        """Waits, for two probes at most, until the others have read why they are refused: the key-value store goes with
+        this process."""
+        deadline = self.settings.deadline(2 * self.settings.probe_s)
+
+        def removed(timeout: float) -> bool | None:
+            return True if not any(self.kv_store.get_many(keys, timeout=timeout)) or deadline.passed else None
+
+        try:
+            self.session.wait(removed, lambda: None, _raised, missing=list, deadline=deadline, phase=PHASE)
+        except RankStoreLost:
+            return  # the refusal is what this rank raises
 
     def _raise_refusal(self, raw: bytes | None) -> None:
         """Raises the error with which another rank refused this process."""
@@ -198,6 +243,8 @@ class MemberHandshake(Handshake):
     def __init__(self, kv_store: KVStore, hello: Hello, settings: Settings) -> None:
         super().__init__(kv_store, hello, settings)
         self._silent = [0]
+        self._by = ""
+        """The nonce of the coordinator whose offer this rank has acknowledged."""
         self._foreign = ""
         """The nonce of a coordinator that offered a session to a job of another size."""
 
@@ -209,6 +256,8 @@ class MemberHandshake(Handshake):
         if self.acknowledged and self._is_open(timeout):
             return True
         first, mine, offer = Hello.decode(raw_first), Hello.decode(raw_mine), Offer.decode(raw_offer)
+        if first is not None and self.acknowledged and first.nonce == self._by:
+            self.processes.add(0, first.process)
         if mine is not None and mine.nonce != self.hello.nonce:
             error = self._claimed_twice(mine)
             self._refuse(error, [mine.nonce, *([first.nonce] if first else []), *([offer.by] if offer else [])])
@@ -247,19 +296,23 @@ class MemberHandshake(Handshake):
             if offer.session != self.session.id:
                 session = self._session_of(offer.session)
                 self._put(session.key("ack", self.hello.rank), self.hello.encode())
-                self.session.id, self.acknowledged = session.id, True
+                self.session.id, self.acknowledged, self._by = session.id, True, offer.by
         elif offer.world_size != self.hello.world_size and offer.by not in self._complained:
             self._complained.add(offer.by)
             self._foreign = offer.by
             self._put(self._handshake_key("stray", offer.by), self.hello.encode())
 
     def _is_open(self, timeout: float) -> bool:
-        raw = self.kv_store.get(self.session.key("open"), timeout=timeout)
+        # The processes of this host are put before the session opens, so they are read after it.
+        keys = [self.session.key("open"), self.session.key("host", host_of(self.hello.process) or "none")]
+        raw, processes = self.kv_store.get_many(keys, timeout=timeout)
         if raw is None:
             return False
         error = decode(raw, self.session.id, PHASE).error(self.hello.rank)
         if error is not None:
             raise error
+        for rank, process in decode_host(processes, self.hello.rank).items():
+            self.processes.add(rank, process)
         return True
 
 
@@ -272,6 +325,7 @@ class CoordinatorHandshake(Handshake):
         self._offered: dict[int, str] = {}
         self._offered_at = settings.clock.now()
         self._acked: set[int] = {0}
+        self._acknowledged_by = {0: hello.process}
         self.abandoned: list[str] = []
         """Sessions that were offered and then replaced by others."""
 
@@ -289,12 +343,19 @@ class CoordinatorHandshake(Handshake):
         if self._offered:
             self._read_acks(timeout)
             if complete and len(self._acked) == self.hello.world_size:
+                self._put_processes()
                 message = Message(self.session.id, PHASE, 0)
                 error = self.session.settle(self.session.key("open"), message, timeout).error(0)
                 if error is not None:
                     raise error
                 return True
         return None
+
+    def _put_processes(self) -> None:
+        hosts = by_host(self._acknowledged_by)
+        for host, processes in hosts.items():
+            self._put(self.session.key("host", host), processes)
+        self._put(self.session.key("hosts"), json.dumps(list(hosts)).encode())
 
     def _due(self, complete: bool) -> bool:
         """Returns whether to offer now: ranks that come one by one, or replace stale hellos, share an offer."""
@@ -352,6 +413,8 @@ class CoordinatorHandshake(Handshake):
             if answer is not None and answer.nonce == self._offered[rank]:
                 self._compare(answer)
                 self._acked.add(rank)
+                self._acknowledged_by[rank] = answer.process
+                self.processes.add(rank, answer.process)
 
     def _compare(self, other: Hello) -> None:
         mine = {"world size": str(self.hello.world_size), **self.hello.facts}

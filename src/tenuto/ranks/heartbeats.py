@@ -1,6 +1,7 @@
-"""Liveness of the ranks, from heartbeats in the key-value store and the clock of the observer.
+"""Liveness of the ranks: from the processes of this host, and from heartbeats and the clock of the observer.
 
-A heartbeat is a counter with the phase of its rank. `RankWatch` concludes nothing from time it did not observe: after a
+A heartbeat is a counter with the phase of its rank, and the ranks that it knows to be dead: so those of another host
+learn at once what the operating system shows there. `RankWatch` concludes nothing from time it did not observe: after a
 long pause of its own, the silence of a rank starts anew. `StallGuard` keeps the coordinator from trusting what it reads
 after such a pause.
 """
@@ -14,7 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tenuto.errors import RankStoreLost
 from tenuto.ranks.contract import KVStore, Settings
+from tenuto.ranks.host_processes import HostProcesses
 
 NAMED: Final = 8
 """The number of ranks that are described one by one; the rest is only counted."""
@@ -33,14 +36,39 @@ class _Seen:
 
 
 class RankWatch:
-    """The others' heartbeats as one rank observed them. Safe to use from several threads."""
+    """The other ranks as one rank observed them. Safe to use from several threads.
+
+    It alone says who is dead (gone for good), lost (dead, stopped, or silent on another host), or has left. A rank
+    whose process runs on this host is never lost, however silent it is: it computes, and is slow.
+    """
 
     def __init__(self, kv_store: KVStore, key: Callable[[int], str], settings: Settings) -> None:
         self._kv_store = kv_store
         self._key = key
         self._settings = settings
         self._seen: dict[int, _Seen] = {}
+        self._dead: dict[int, float] = {}
+        """When each dead rank was found to be dead."""
         self._lock = threading.Lock()
+        self.processes = HostProcesses(settings)
+        """The processes of the ranks on this host."""
+
+    def refresh(self, timeout: float) -> None:
+        """Looks at the processes on this host, at most once a beat."""
+        self.processes.refresh()
+        with self._lock:
+            ended = [rank for rank in self.processes.dead() if rank not in self._dead]
+            ended = [rank for rank in ended if rank not in self._seen or self._seen[rank].left is None]
+        if not ended:
+            return
+        try:
+            self.read(ended, timeout)  # one that has left may end
+        except RankStoreLost:
+            # Ranks end because the store is lost, without being able to say so: they are not what was lost.
+            ended = [rank for rank in ended if rank == self._kv_store.host_rank]
+        left, now = self.departed(ended), self._settings.clock.now()
+        with self._lock:
+            self._dead |= {rank: now for rank in ended if rank not in left and rank not in self._dead}
 
     def read(self, ranks: Sequence[int], timeout: float) -> None:
         """Reads the heartbeats of `ranks`. Raises RankStoreLost."""
@@ -60,7 +88,8 @@ class RankWatch:
         if raw is None or raw == seen.raw:
             return
         seen.raw, seen.silent_since = raw, now
-        phase, seen.left, seen.challenge, seen.given_up = _parse(raw)
+        phase, seen.left, seen.challenge, seen.given_up, dead = _parse(raw)
+        self._dead |= {rank: now for rank in dead if rank not in self._dead}
         if phase != seen.phase:
             seen.phase, seen.phase_since = phase, now
 
@@ -70,13 +99,25 @@ class RankWatch:
         with self._lock:
             return any(rank not in self._seen or self._seen[rank].read_at <= since for rank in ranks)
 
-    def dead(self, ranks: Iterable[int]) -> list[int]:
-        """Returns the ranks observed without a new heartbeat for `dead_after_s`."""
-        limit = self._settings.dead_after_s
+    def lost(self, ranks: Iterable[int]) -> list[int]:
+        """Returns those of `ranks` that are not waited for: dead, or stopped for `dead_after_s`, or observed on another
+        host without a new heartbeat for as long."""
+        return [rank for rank in ranks if rank in self._dead or self._is_stopped(rank) or self._is_silent(rank)]
+
+    def _is_stopped(self, rank: int) -> bool:
+        return self.processes.stopped_s(rank) >= self._settings.dead_after_s
+
+    def _is_silent(self, rank: int) -> bool:
         with self._lock:
-            return [
-                rank for rank in ranks if (seen := self._seen.get(rank)) and seen.read_at - seen.silent_since >= limit
-            ]
+            seen, limit = self._seen.get(rank), self._settings.dead_after_s
+            silent = seen is not None and seen.read_at - seen.silent_since >= limit
+        return silent and not self.processes.runs(rank)
+
+    def dead(self, for_s: float = 0.0) -> list[int]:
+        """Returns the ranks whose processes have ended without a word, known for `for_s` seconds at least."""
+        until = self._settings.clock.now() - for_s
+        with self._lock:
+            return sorted(rank for rank, since in self._dead.items() if since <= until)
 
     def departed(self, ranks: Iterable[int]) -> dict[int, str]:
         """Returns the ranks that reported that they leave, with their reasons."""
@@ -102,16 +143,18 @@ class RankWatch:
         return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
     def _describe(self, rank: int) -> str:
-        seen = self._seen.get(rank)
+        seen, process = self._seen.get(rank), self.processes.describe(rank)
+        if process == "" and rank in self._dead:
+            process = "its process has ended"
         if seen is None or seen.raw is None:
-            return f"rank {rank} (has reported nothing)"
+            return f"rank {rank} ({process or 'has reported nothing'})"
         now = self._settings.clock.now()
         report = (
             f"last reported {seen.phase!r}, {now - seen.phase_since:.1f} s ago" if seen.phase else "reported no phase"
         )
         silent = seen.read_at - seen.silent_since
         quiet = f"; no sign of life for {silent:.1f} s" if silent > 2 * self._settings.beat_s else ""
-        return f"rank {rank} ({report}{quiet})"
+        return f"rank {rank} ({report}{quiet}{process and '; ' + process})"
 
 
 def beat(
@@ -122,11 +165,13 @@ def beat(
     *,
     challenge: str = "",
     given_up: Sequence[str] = (),
+    dead: Sequence[int] = (),
 ) -> bytes:
     """Encodes one heartbeat.
 
     - `rounds`: first and last number of each kind's rounds that may still be in the key-value store.
     - `challenge`, `given_up`: see `StallGuard`.
+    - `dead`: the ranks that this one knows to be dead.
     """
     facts = {
         "beat": count,
@@ -135,17 +180,19 @@ def beat(
         "topics": rounds,
         "word": challenge,
         "given_up": list(given_up),
+        "dead": list(dead),
     }
     return json.dumps(facts).encode()
 
 
-def _parse(raw: bytes) -> tuple[str, str | None, str, frozenset[str]]:
+def _parse(raw: bytes) -> tuple[str, str | None, str, frozenset[str], list[int]]:
     try:
         values = json.loads(raw)
         left = None if values["left"] is None else str(values["left"])
-        return str(values["phase"]), left, str(values["word"]), frozenset(map(str, values["given_up"]))
+        given_up, dead = frozenset(map(str, values["given_up"])), list(map(int, values["dead"]))
+        return str(values["phase"]), left, str(values["word"]), given_up, dead
     except (ValueError, KeyError, TypeError):
-        return "something unreadable", None, "", frozenset()
+        return "something unreadable", None, "", frozenset(), []
 
 
 def rounds_of(raw: bytes) -> dict[str, range]:

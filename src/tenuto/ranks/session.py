@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 from tenuto.errors import RankFailed, RanksDisagree, RanksError, RanksMissing, RankStoreLost
 from tenuto.ranks.contract import Deadline, KVStore, Settings
 from tenuto.ranks.heartbeats import RankWatch, StallGuard
+from tenuto.ranks.kv.watched import WatchedKVStore
 
 _FAILURES: Final[dict[str, type[RanksError]]] = {
     "failed": RankFailed,
@@ -113,16 +114,18 @@ class Session:
         self.id = id
         self.rank = rank
         self.world_size = world_size
-        self.kv_store = kv_store
+        self.kv_store = kv_store if isinstance(kv_store, WatchedKVStore) else WatchedKVStore(kv_store, settings)
         self.settings = settings
-        self.watch = RankWatch(kv_store, self.beat_key, settings)
-        self.stall_guard = StallGuard(kv_store, self.key, self.watch, settings)
+        self.watch = RankWatch(self.kv_store, self.beat_key, settings)
+        self.stall_guard = StallGuard(self.kv_store, self.key, self.watch, settings)
         self.phase = ""
         """The activity of this rank, as last reported."""
         self.behind: Callable[[str, Sequence[int], float], None] | None = None
         """Called on the coordinator by the thread that waits, with the phase, the ranks it waits for, and the seconds
         so far."""
-        self._waiting: list[str] = []
+        self.on_loss: Callable[[RanksError], None] | None = None
+        """Called once, by the thread of the heartbeat, with the `loss`."""
+        self._waiting: list[tuple[str, Callable[[], Sequence[int]]]] = []
         self._lock = threading.Lock()
 
     @property
@@ -139,18 +142,29 @@ class Session:
     def status(self) -> str:
         """The activity of this rank, and what it waits for."""
         with self._lock:
-            waiting = f"waiting for {self._waiting[-1]}" if self._waiting else ""
+            waiting = f"waiting for {self._waiting[-1][0]}" if self._waiting else ""
         return ", ".join(part for part in (self.phase, waiting) if part)
 
-    @contextmanager
-    def _waits_for(self, phase: str) -> Iterator[None]:
+    @property
+    def waits_for(self) -> str:
+        """The round that this rank waits for, and the ranks; empty where it waits for none."""
         with self._lock:
-            self._waiting.append(phase)
+            waiting = self._waiting[-1] if self._waiting else None
+        if waiting is None:
+            return ""
+        others = [rank for rank in waiting[1]() if rank != self.rank]
+        return f"{waiting[0]}: {self.watch.describe(others)}" if others else waiting[0]
+
+    @contextmanager
+    def _waits_for(self, phase: str, missing: Callable[[], Sequence[int]]) -> Iterator[None]:
+        waiting = phase, missing
+        with self._lock:
+            self._waiting.append(waiting)
         try:
             yield
         finally:
             with self._lock:
-                self._waiting.remove(phase)
+                self._waiting.remove(waiting)
 
     def ask(self, question: Callable[[float], Result], phase: str) -> Result:
         """Returns `question(timeout)`, retried for `answer_s` while the key-value store does not answer."""
@@ -159,7 +173,7 @@ class Session:
             try:
                 return question(max(deadline.remaining_s, _SHORTEST_S))
             except RankStoreLost as error:
-                if error.lasting or deadline.passed:
+                if error.lasting or deadline.passed or self.kv_store.lost:
                     raise self.lost(error, phase, []) from error
             self.settings.clock.sleep(min(self.kv_store.longest_pause_s, deadline.remaining_s))
 
@@ -180,13 +194,13 @@ class Session:
     ) -> Result:
         """Returns the first result of `poll(timeout)` that is not None, or `give_up(reason)` for a reason of `over`.
 
-        `over` must return a reason at the deadline. Raises RankStoreLost where the key-value store does not answer, at
-        the deadline at the latest.
+        `over` must return a reason at the deadline. Raises RankStoreLost where the key-value store is lost, at the
+        deadline at the latest.
         """
         clock, longest_s = self.settings.clock, self.kv_store.longest_pause_s
         began, least_s = clock.now(), max(_FIRST_PAUSE_S, self.world_size * _EACH_S)
         report_s = _BEHIND_S
-        with self._waits_for(phase):
+        with self._waits_for(phase, missing):
             while True:
                 reason: RanksError | None = None
                 try:
@@ -195,7 +209,7 @@ class Session:
                         return found
                     reason = over()
                 except RankStoreLost as error:
-                    if error.lasting or deadline.passed:
+                    if error.lasting or deadline.passed or self.kv_store.lost:
                         raise self.lost(error, phase, missing()) from error
                 if reason is not None:
                     return give_up(reason)
@@ -210,41 +224,77 @@ class Session:
         return max(_SHORTEST_S, min(self.settings.answer_s, deadline.remaining_s))
 
     def over(self, missing: Sequence[int], deadline: Deadline, phase: str) -> RanksError | None:
-        """Returns why waiting for the `missing` ranks is in vain: they left, are dead, or it is too late. Else None."""
+        """Returns why waiting for the `missing` ranks is in vain: one has left or is lost, another rank is dead, or it
+        is too late. Else None."""
         others = [rank for rank in missing if rank != self.rank]
-        late = deadline.passed
-        if others and (late or self.watch.due(others)):
-            self.watch.read(others, self.patience_s(deadline))
-        left = self.watch.departed(others)
-        if left:
+        late, watch = deadline.passed, self.watch
+        watch.refresh(self.patience_s(deadline))
+        if others and (late or watch.due(others)):
+            watch.read(others, self.patience_s(deadline))
+        left = watch.departed(others)
+        if left and not watch.dead():  # else they have left because of that
             return _left(left, phase)
-        dead = self.watch.dead(others)
-        if not dead and not late:
+        # Another one's death ends the wait as well, unless what it has sent before is enough.
+        lost = watch.lost(others) or watch.dead(for_s=0.0 if left else 2 * self.settings.beat_s)
+        if not lost and not late:
             return None
-        how = (
-            f"within {deadline.seconds:g} s"
-            if not dead
-            else f"and will not: no sign of life for {self.settings.dead_after_s:g} s"
-        )
-        accused = tuple(dead or missing)
+        how = f"within {deadline.seconds:g} s"
+        if lost:
+            dead = set(lost) & set(watch.dead())
+            how = "and will not" + ("" if dead else f": no sign of life for {self.settings.dead_after_s:g} s")
+        accused = tuple(lost or missing)
         return RanksMissing(
-            f"{phase}: rank {self.rank} waited for {self.watch.describe(accused)}, which did not come {how}",
+            f"{phase}: rank {self.rank} waited for {watch.describe(accused)}, which did not come {how}",
             subject=phase,
             hint="look at these ranks' logs and nodes: stopped, killed, or slower than the deadline allows?",
             ranks=accused,
             phase=phase,
         )
 
-    def lost(self, error: RankStoreLost, phase: str, missing: Sequence[int]) -> RankStoreLost:
-        """Returns `error` with the phase and the ranks concerned, for the waiting caller."""
+    @property
+    def loss(self) -> RanksError | None:
+        """The loss after which this session can agree on nothing any more: of a rank's process, or of the key-value
+        store. None while there is none. A rank that is stopped or silent may come back, and so may a store that does
+        not answer."""
+        phase, error, dead = self.status or "training", self.kv_store.gone, self.watch.dead()
+        if error is None and self.kv_store.host_rank in dead:
+            place = self.kv_store.name
+            error = RankStoreLost(f"{place}, where the ranks meet, is lost", subject=place, hint="restart the job")
+            error.lasting = True
+        if error is not None:
+            return self.lost(error, phase, [])
+        if not dead:
+            return None
+        return RanksMissing(
+            f"{phase}: nothing can be saved any more, because {self.watch.describe(dead)} is dead",
+            subject=phase,
+            hint="look at the logs and nodes of these ranks, then restart the job: it resumes from the last checkpoint",
+            ranks=tuple(dead),
+            phase=phase,
+        )
+
+    @property
+    def decides(self) -> bool:
+        """Whether decisions of the coordinator can still arrive at this rank."""
+        return not self.kv_store.lost and not (self.watch.dead() or self.watch.lost({0} - {self.rank}))
+
+    def lost(self, error: RankStoreLost, phase: str, missing: Sequence[int]) -> RanksError:
+        """Returns `error` with the phase and the ranks concerned, for the waiting caller. Where the rank that served
+        the store has left, that is the error."""
         if error.phase:
             return error
         host_rank = self.kv_store.host_rank
+        hosts = [rank for rank in [host_rank] if rank is not None and rank != self.rank]
+        left = self.watch.departed(hosts)
+        if left:
+            return _left(left, phase)
         others = [rank for rank in missing if rank != self.rank]
+        self.watch.processes.refresh()
         served = "" if host_rank is None else f"; rank {host_rank} serves it"
+        state = "".join(f": {words}" for words in map(self.watch.processes.describe, hosts) if words)
         waited = f"; waited for {self.watch.describe(others)}" if others else ""
         described = RankStoreLost(
-            f"{phase}: {error.message}{served}{waited}",
+            f"{phase}: {error.message}{served}{state}{waited}",
             subject=error.subject,
             hint=error.hint,
             ranks=tuple(others) if host_rank is None else (host_rank,),

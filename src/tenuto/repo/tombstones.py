@@ -10,12 +10,12 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
+from tenuto.concurrency.process import judge, this_process
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError, UsageError
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.model.records import Owner
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.small_records import owner_json, read_owner
-from tenuto.repo.process import judge, this_process
 from tenuto.repo.repository import Repo, now_text
 from tenuto.store.contract import is_unreadable
 

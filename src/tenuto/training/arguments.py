@@ -41,6 +41,7 @@ class Settings:
     memory_budget: int | None
     fenced: bool
     ranks_timeout_s: float
+    ranks_silence_s: float
     writers: Strategy
     watched: Mapping[str, str]
     """The metrics that the policies read, each with the policies that do, as the user wrote them."""
@@ -62,6 +63,7 @@ class Settings:
         memory_budget: object,
         capture: object,
         ranks_timeout: float,
+        ranks_silence: float,
         writers: object,
     ) -> Settings:
         """Returns the settings. Raises UsageError, naming the argument, for what makes no sense."""
@@ -97,6 +99,7 @@ class Settings:
             memory_budget=_memory_budget(memory_budget),
             fenced=_one_of(("eager", "fenced"), "capture", capture) == "fenced",
             ranks_timeout_s=seconds(ranks_timeout, "ranks_timeout="),
+            ranks_silence_s=seconds(ranks_silence, "ranks_silence="),
             writers=strategy(writers),
             watched=watched(policy, kept),
         )

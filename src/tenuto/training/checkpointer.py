@@ -92,8 +92,10 @@ class Checkpointer:
     - `ranks`: the processes of this job, if torch.distributed does not know them (`tenuto.SharedFiles`). All of them
       give the same arguments, and save, tag and `stop` at the same steps; they agree on what only one can know (a
       clock, a signal, a metric).
-    - `ranks_timeout`: seconds that ranks wait for one that is alive and late, before they raise. One that is dead or
-      stopped is detected within a minute, and within half that time at most.
+    - `ranks_timeout`: seconds that ranks wait for one that is alive and late, before they raise.
+    - `ranks_silence`: seconds without a sign of life after which a rank on another host counts as lost, and a stopped
+      one (half of `ranks_timeout` at most). One that is killed is noticed at once by the ranks on its host. Raise it
+      where a step on several hosts computes for longer without releasing Python's interpreter lock.
     - `writers`: who writes what several ranks hold: all of them, evenly ("balanced"); one rank each tensor ("tensor")
       or layer ("layer"); all, in parts of 16 MiB at most ("size"); the lowest rank that holds it ("one").
     - `sinks`: receive events.
@@ -124,6 +126,7 @@ class Checkpointer:
         capture: Capture = "eager",
         ranks: Ranks | None = None,
         ranks_timeout: float = 600.0,
+        ranks_silence: float = 15.0,
         writers: Strategy = "balanced",
         sinks: Iterable[Sink] = (),
         save_top_k: int | None = None,
@@ -153,6 +156,7 @@ class Checkpointer:
             memory_budget=memory_budget,
             capture=capture,
             ranks_timeout=ranks_timeout,
+            ranks_silence=ranks_silence,
             writers=writers,
         )
         with undisturbed:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from tenuto.concurrency.deadlines import within
+from tenuto.concurrency.worker_threads import foreground_threads
 from tenuto.engine.memory_tier.cadence import MemoryCadence
 from tenuto.engine.read.choose import Restored
 from tenuto.engine.save import handle as handles
@@ -147,6 +151,8 @@ class SaveAdmission:
 
 
 SHARE_SPARE_BYTES = 1 << 20
+LOSS_S: Final = 30.0
+"""How long the run is still owned, once nothing can be saved any more, for saves in flight to end."""
 NOTE_DEADLINE_S = 60.0
 """How long the training thread waits for a note that it has to write itself."""
 
@@ -209,8 +215,11 @@ class RunSaver:
         self.first_step = 0
         """The step that training in this process began at."""
         self._started_s = time.monotonic()
+        self._warned_of = ""
+        """The failure that was warned of, numbers left out: the same one again is not, until a save commits."""
         self._last_saved_s: float | None = None
         self._reported_stuck: Save | None = None
+        group.on_loss(self._lost)
 
     @property
     def attempt(self) -> Attempt | None:
@@ -393,6 +402,30 @@ class RunSaver:
         if failure is not None:
             raise failure
 
+    def raise_loss(self) -> None:
+        """Raises the loss after which nothing can be saved any more, whatever `on_error` says: training on would only
+        delay the restart."""
+        if self.group.loss is not None:
+            raise self.group.loss
+
+    def _lost(self, error: RanksError) -> None:
+        """Frees the run for the job that follows, in a thread of its own: training may hang in a collective."""
+        self.exit_status.fail(error.message)
+        foreground_threads.submit(partial(self._free_run, error), f"tenuto-lost-{self.run}")
+
+    def _free_run(self, error: RanksError) -> None:
+        # Where warnings are errors the event has reported it: in this thread nothing would catch one.
+        with contextlib.suppress(Warning):
+            self.warn(str(error))
+        for save in self.saver.in_flight:
+            save.join(LOSS_S)
+        self.retention.join(LOSS_S)
+        try:
+            if self.attempt is not None:
+                self.attempt.release()
+        except TenutoError as trouble:
+            self._emitter.emit(Warned(f"the run is not given back: {trouble.message}", self.run))
+
     def note(self, save: Save, metrics: Mapping[str, float]) -> None:
         """Notes metrics of a save that is taken already, once it is committed."""
         self._unlogged.seen(metrics)
@@ -455,6 +488,7 @@ class RunSaver:
             self._notes.write()
             return
         self.exit_status.clear()
+        self._warned_of = ""
         self._notes.write()
         if self.attempt is not None:
             self.retention.after_commit(self.attempt, save.step)
@@ -466,7 +500,9 @@ class RunSaver:
         if raises or isinstance(error, OwnershipError):
             with self.lock:
                 self._failure = error
-        if not isinstance(error, OwnershipError):
+        what = re.sub(r"\d+", "", str(error))
+        if not isinstance(error, OwnershipError) and what != self._warned_of:
+            self._warned_of = what
             self.warn(str(error))
 
     def warn(self, message: str) -> None:

@@ -138,6 +138,7 @@ class TrainingSession:
             before_create=None
             if settings.resume_from is None
             else lambda store: fresh_start.check_new_repository(store, run, emitter),
+            silence_s=settings.ranks_silence_s,
         )
         fresh_start.opened(repo.url)
         with leave_on_error(group):
@@ -357,6 +358,7 @@ class TrainingSession:
     def save(self, *, wait: bool) -> Save:
         """Saves now; inside a step, or behind the batches of an epoch, at the end of the body; where nothing is new,
         returns the last save with a warning."""
+        self.saving.raise_loss()
         self.saving.raise_failure()
         if self.open or self._finishing:
             return self._requests.save(wait=wait, between=not self.open)
@@ -509,6 +511,7 @@ class TrainingSession:
 
     def _consider(self, *, epoch_ended: bool, ending: bool) -> None:
         """Takes the save that is due, and leaves if a signal came."""
+        self.saving.raise_loss()
         self.saving.raise_failure()
         if self._probe is not None:
             self._probe.completed()

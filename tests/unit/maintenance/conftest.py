@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.row_digests import digest_rows
+from tenuto.concurrency.process import this_process
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.errors import ObjectNotFound
 from tenuto.model.ids import CheckpointId
@@ -23,7 +24,6 @@ from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.ownership.lease import Lease
 from tenuto.repo.ownership.owner_watch import release_ownership, take_ownership
-from tenuto.repo.process import this_process
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes
 from tenuto.store.memory import MemoryStore

@@ -41,7 +41,7 @@ def test_alone_everything_is_agreed_at_once_and_nothing_is_left() -> None:
     before = set(threading.enumerate())
     with Agreement.open(Solo(), {"run": "main"}, 0.0) as agreement:
         assert not set(threading.enumerate()) - before
-        kv_store = agreement.session.kv_store
+        kv_store = agreement.session.kv_store.inner
         for step in range(5):
             with agreement.round("save", step) as round:
                 assert round.all_gather(b"data", 0.0) == [b"data"]
@@ -187,7 +187,7 @@ def test_silence_counts_only_while_it_is_watched() -> None:
     def look(at: float) -> list[int]:
         told.now_s = at
         watch.read([1], 1.0)
-        return watch.dead([1])
+        return watch.lost([1])
 
     assert [look(at) for at in (0.0, 4.0, 8.0, 9.9)] == [[]] * 4
     assert look(100.0) == []  # the observer was itself stopped meanwhile

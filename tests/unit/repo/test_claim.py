@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tenuto.concurrency.deadlines import Clock
+from tenuto.concurrency.process import judge, this_process
 from tenuto.crashpoints import armed
 from tenuto.errors import CheckpointNotFound, RunInUse, StoreUnavailable, Superseded
 from tenuto.model.ids import CheckpointId
@@ -24,7 +25,6 @@ from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim, claim_newest
 from tenuto.repo.ownership.lease import Lease, read_last
 from tenuto.repo.ownership.owner_watch import OwnerWatch
-from tenuto.repo.process import judge, this_process
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned, put_tombstone
 from tenuto.store.contract import Bytes
@@ -78,7 +78,7 @@ def ended_process() -> Owner:
         os.close(write)
         os.read(read, 1)
         os._exit(0)
-    from tenuto.repo import process
+    from tenuto.concurrency import process
 
     found = process._inspect(pid)
     os.close(write)
@@ -112,7 +112,7 @@ def test_a_zombie_is_dead() -> None:
     pid = os.fork()
     if pid == 0:
         signal.pause()
-    from tenuto.repo import process
+    from tenuto.concurrency import process
 
     found = process._inspect(pid)
     assert found is not None
@@ -132,7 +132,7 @@ def test_a_process_elsewhere_is_unknown(elsewhere: dict[str, str]) -> None:
 
 
 def test_a_process_that_proc_hides_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tenuto.repo import process
+    from tenuto.concurrency import process
 
     me = this_process()
     monkeypatch.setattr(process, "_inspect", lambda pid: None)
@@ -196,7 +196,7 @@ def test_a_live_process_is_waited_for_and_then_named(make: Any, time: Time, take
 
 
 def _started(pid: int) -> str:
-    from tenuto.repo import process
+    from tenuto.concurrency import process
 
     found = process._inspect(pid)
     assert found is not None

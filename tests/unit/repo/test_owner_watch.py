@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tenuto.concurrency.deadlines import Clock
+from tenuto.concurrency.process import this_process
 from tenuto.errors import DeadlineExceeded, StoreError, StoreUnavailable
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord
@@ -19,7 +20,6 @@ from tenuto.repo.ownership import lease as lease_module
 from tenuto.repo.ownership import owner_watch as watch_module
 from tenuto.repo.ownership.lease import BEAT_S, TTL_S, Lease, read_last
 from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, owned_here, release_ownership, take_ownership
-from tenuto.repo.process import this_process
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes
 
@@ -134,7 +134,7 @@ def test_what_this_very_process_holds_is_known(repo: Repo, make: Any) -> None:
 def test_a_process_of_this_host_is_judged_by_itself(repo: Repo, make: Any) -> None:
     ended = make.attempt(1, owner=replace(this_process(), started="1"))
     assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("dead", 1, ended, "its process has ended")
-    from tenuto.repo import process
+    from tenuto.concurrency import process
 
     parent = process._inspect(os.getppid())
     assert parent is not None

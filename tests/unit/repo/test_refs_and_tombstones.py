@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from tenuto.concurrency.process import this_process
 from tenuto.errors import CheckpointNotFound, CorruptionError, UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Owner
 from tenuto.repo import tombstones
 from tenuto.repo.format import object_names, objects
-from tenuto.repo.process import this_process
 from tenuto.repo.refs import (
     Ref,
     check_tag,

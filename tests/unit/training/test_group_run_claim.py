@@ -39,7 +39,7 @@ def test_ranks_wait_no_longer_for_one_that_never_comes(tmp_path: Path, rank: int
 
 
 def test_who_is_dead_is_found_out_before_the_time_to_wait_is_over() -> None:
-    assert session_settings(600.0).dead_after_s == 60.0 and session_settings(600.0).beat_s == 1.0
+    assert session_settings(600.0).dead_after_s == 15.0 and session_settings(600.0).beat_s == 1.0
     for timeout_s in (1.0, 10.0, 100.0):
         found = session_settings(timeout_s)
         assert found.dead_after_s <= timeout_s / 2 and found.beat_s <= found.dead_after_s / 10

@@ -145,7 +145,7 @@ def train(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that agree on a step soon."""
     soon = Settings(beat_s=0.01, dead_after_s=PATIENCE_S / 2, answer_s=10)
-    monkeypatch.setattr(group, "session_settings", lambda timeout_s: soon)
+    monkeypatch.setattr(group, "session_settings", lambda timeout_s, silence_s: soon)
 
 
 def test_a_metric_that_drops_on_the_first_rank_saves_on_all(tmp_path: Path) -> None:

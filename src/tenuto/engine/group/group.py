@@ -30,7 +30,7 @@ from tenuto.events import Emitter, RanksBehind, Warned
 from tenuto.model.ids import run_key
 from tenuto.policy.save import Decision, DividedPolicy, Moment, SaveHistory, SavePolicy
 from tenuto.ranks.agreement import Agreement
-from tenuto.ranks.contract import TIMEOUT_S, Ranks, Settings
+from tenuto.ranks.contract import SILENCE_S, TIMEOUT_S, Ranks, Settings
 from tenuto.ranks.round import Round
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.ownership.claim import Attempt, announced
@@ -49,12 +49,14 @@ FAREWELL_S: Final = 60.0
 """How long the end of training waits for all ranks at most: the key-value store may go with the first that leaves."""
 
 
-def session_settings(timeout_s: float) -> Settings:
-    """Returns the intervals for ranks that wait `timeout_s` for each other: a dead one is found well before that."""
+def session_settings(timeout_s: float, silence_s: float = SILENCE_S) -> Settings:
+    """Returns the intervals for ranks that wait `timeout_s` for each other, and `silence_s` for a sign of life: a dead
+    one is found well before the timeout."""
     usual = Settings()
+    silence_s = min(silence_s, timeout_s / 2)
     return Settings(
-        beat_s=min(usual.beat_s, timeout_s / 20),
-        dead_after_s=min(usual.dead_after_s, timeout_s / 2),
+        beat_s=min(usual.beat_s, timeout_s / 20, silence_s / 10),
+        dead_after_s=silence_s,
         answer_s=min(usual.answer_s, timeout_s / 2),
         probe_s=min(usual.probe_s, timeout_s / 10),
     )
@@ -108,6 +110,7 @@ class JobGroup:
         facts: Mapping[str, str] | None = None,
         writers: Strategy = "balanced",
         before_create: BeforeCreate | None = None,
+        silence_s: float = SILENCE_S,
     ) -> tuple[JobGroup, Repo]:
         """Meets the other ranks, and opens the repository, which has to be the same one for all of them.
 
@@ -122,7 +125,7 @@ class JobGroup:
         declared = "" if places is None else repr(places.declared)
         alike = {"run": run_key(run), "version": __version__, "writers": writers, "where": declared}
         alike = {"call": f"tenuto.{call}", **alike, **(facts or {})}
-        agreement = Agreement.open(ranks, alike, timeout_s, session_settings(timeout_s))
+        agreement = Agreement.open(ranks, alike, timeout_s, session_settings(timeout_s, silence_s))
         group = cls(agreement, run, emitter, timeout_s, writers)
         agreement.session.behind = group._behind
         crashpoint("ranks met, repository not yet opened")
@@ -143,6 +146,13 @@ class JobGroup:
     @property
     def coordinates(self) -> bool:
         return self.agreement.is_coordinator
+
+    @property
+    def loss(self) -> RanksError | None:
+        return self.agreement.session.loss
+
+    def on_loss(self, report: Callable[[RanksError], None]) -> None:
+        self.agreement.session.on_loss = report
 
     def round(self, kind: str) -> Round:
         return self.agreement.round(kind)
@@ -365,6 +375,7 @@ class JobGroup:
                 with self.agreement.round("end") as round:
                     round.all_gather(b"", min(timeout, self.timeout_s, FAREWELL_S), "the end of training")
             except RanksError as error:
+                self._gone = self._gone or error.message
                 self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
 
 
@@ -395,6 +406,7 @@ def training_group(
     writers: Strategy,
     facts: Mapping[str, str],
     before_create: BeforeCreate | None = None,
+    silence_s: float = SILENCE_S,
 ) -> tuple[RankGroup, Repo]:
     """Returns the group that trains the run, and the repository, which is created where there is none
     (`before_create`: as for `Repo.create_or_open`). Raises what `JobGroup.meet` does, RanksDisagree where `facts` are
@@ -408,7 +420,15 @@ def training_group(
             hint="memory=every(steps=…): all keep the same steps",
         )
     return JobGroup.meet(
-        ranks, where, run, emitter, timeout_s, facts=facts, writers=writers, before_create=before_create
+        ranks,
+        where,
+        run,
+        emitter,
+        timeout_s,
+        facts=facts,
+        writers=writers,
+        before_create=before_create,
+        silence_s=silence_s,
     )
 
 

@@ -135,8 +135,6 @@ _PASSED_OVER: Final = (CorruptionError, CheckpointNotFound)
 BROADCAST_BYTES: Final = 64 << 10
 """A longer manifest is not broadcast; each rank reads it. That of thousands of ranks, sent to each of them, is too much
 for one key-value store."""
-PATIENCE_S: Final = 30.0
-"""A rank of the node that has read nothing for so long is not waited for any more."""
 
 
 class GroupRestore:
@@ -263,7 +261,8 @@ class GroupRestore:
         self._reads += 1
         if self._peers is None:
             return None
-        patience_s = min(PATIENCE_S, self.group.timeout_s / 4)
+        # A rank of the node that has read nothing for as long as a stopped one is waited for is not waited for either.
+        patience_s = min(self.group.agreement.session.settings.dead_after_s, self.group.timeout_s / 4)
         return self._peers.reads(self._reads, patience_s=patience_s, emitter=self._emitter)
 
     def _read_and_vote(

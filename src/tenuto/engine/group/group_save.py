@@ -188,6 +188,7 @@ class GroupCommit:
         if save.step <= self._rounds.refused_through:
             raise self._skipped_step(save.step)
         agreement = self._agreement
+        save.waits_for = lambda: agreement.session.waits_for
         round = agreement.round("save")
         save.save_id = hashlib.sha256(f"{agreement.session.id} {round.number}".encode()).hexdigest()[:32]
         share = self._share

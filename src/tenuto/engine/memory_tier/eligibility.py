@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tenuto.concurrency.process import this_process
 from tenuto.engine.memory_tier.seal import Seal, SealHolder
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError
 from tenuto.model.ids import CheckpointId, parse_step
 from tenuto.model.records import AttemptRecord
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.small_records import decode_begin
-from tenuto.repo.process import this_process
 from tenuto.repo.repository import Repo
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from tenuto.concurrency.process import this_process
 from tenuto.engine.staging.slots import MAX_PAYLOAD
 from tenuto.errors import CorruptionError, FormatTooNew
 from tenuto.model.canonical_json import MAX_INTEGER
@@ -16,7 +17,6 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json
 from tenuto.repo.format import objects
 from tenuto.repo.format.objects import Fields, checkpoint_json
-from tenuto.repo.process import this_process
 from tenuto.repo.repository import Repo, now_text
 
 KIND: Final = "memory"

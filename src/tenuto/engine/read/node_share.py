@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.chunk_map import whole_chunks
+from tenuto.concurrency.process import this_process
 from tenuto.concurrency.worker_threads import LoopThreads, parallel_for
 from tenuto.engine.read.packs import OpenPack
 from tenuto.engine.read.peer_window import PAGE, PeerWindow, Window, WindowAddress, whole_pages
@@ -29,7 +30,6 @@ from tenuto.events import Emitter, Warned
 from tenuto.model import canonical_json
 from tenuto.model.records import Json, Owner
 from tenuto.ranks.agreement import Agreement
-from tenuto.repo.process import this_process
 from tenuto.sharding.coalesce import TASK_BYTES, cut
 from tenuto.sharding.holdings import Column
 from tenuto.state.contract import Buffer

@@ -17,11 +17,11 @@ from typing import Final
 
 import numpy as np
 
+from tenuto.concurrency.process import judge
 from tenuto.engine.staging import arena as arenas
 from tenuto.engine.staging import slots
 from tenuto.engine.staging.slots import Slot
 from tenuto.model.records import Owner
-from tenuto.repo.process import judge
 from tenuto.state.contract import Buffer
 
 PAGE: Final = 4096

@@ -133,6 +133,8 @@ class Save:
         self._ended = Latch()
         self.hasten: Callable[[], None] = nothing
         """Called when a wait for it begins; for the engine."""
+        self.waits_for: Callable[[], str] = str
+        """Returns what of other ranks it waits for, in words; set by the engine."""
 
     @property
     def state(self) -> State:
@@ -229,10 +231,12 @@ class Save:
     def stuck(self, timeout: float | None = None) -> DeadlineExceeded:
         """Returns what to raise when `join` returned False."""
         how = f"has not got on for {STANDSTILL_S:g} s" if timeout is None else f"has not ended within {timeout:g} s"
+        others = self.waits_for()
+        where = "these ranks, and at the store it writes to" if others else "the store it writes to"
         return DeadlineExceeded(
-            f"the save of {self.id} {how}; it is {self.phase}",
+            f"the save of {self.id} {how}; it is {self.phase}{others and ', and waits for ' + others}",
             subject=str(self.id),
-            hint="look at the store it writes to; `tenuto ls` shows the last committed checkpoint",
+            hint=f"look at {where}; `tenuto ls` shows the last committed checkpoint",
         )
 
     def end(self, error: TenutoError | None = None) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tenuto.engine.read.choose import Prepare, RestoreResult
     from tenuto.engine.save.commit_protocol import CommitProtocol
     from tenuto.engine.save.handle import Save
+    from tenuto.errors import RanksError
     from tenuto.events import Emitter
     from tenuto.policy.save import DividedPolicy, Moment, SaveHistory
     from tenuto.ranks.contract import Deadline
@@ -94,6 +95,15 @@ class RankGroup(Protocol):
     @property
     def acts_at_once(self) -> bool:
         """Whether this process leaves as soon as a signal comes, without first agreeing on a step with others."""
+        ...
+
+    @property
+    def loss(self) -> RanksError | None:
+        """The loss after which these ranks can save nothing any more: of a rank, or of the place where they meet."""
+        ...
+
+    def on_loss(self, report: Callable[[RanksError], None]) -> None:
+        """Has `report` called with the loss, once, by a thread of the group's own."""
         ...
 
     def round(self, kind: str) -> GroupRound:
@@ -207,9 +217,13 @@ class SoloGroup:
     leads = True
     writes_all = True
     acts_at_once = True
+    loss = None
 
     def __init__(self) -> None:
         self.timeout_s = TIMEOUT_S
+
+    def on_loss(self, report: Callable[[RanksError], None]) -> None:
+        """Does nothing: there is no other process to lose."""
 
     def round(self, kind: str) -> SoloRound:
         return SoloRound()

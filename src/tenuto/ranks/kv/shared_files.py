@@ -133,7 +133,7 @@ class SharedFilesKVStore:
     def _get(self, key: str) -> bytes | None:
         try:
             return self._path(key).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return None
 
     def _delete(self, keys: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from typing import Final
 
+from tenuto.concurrency.process import judge, this_process
 from tenuto.crashpoints import crashpoint
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, RunInUse, Superseded, TenutoError, typed
 from tenuto.model import canonical_json
@@ -17,7 +18,6 @@ from tenuto.repo.format.small_records import LeaseRecord, decode_attempt, encode
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.lease import BEAT_S, Lease, Trouble, read_last
 from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, owned_here, release_ownership, take_ownership
-from tenuto.repo.process import judge, this_process
 from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.tombstones import dead_tombstones, is_tombstoned, take_back
 from tenuto.repo.unfinished import close_save, close_unfinished

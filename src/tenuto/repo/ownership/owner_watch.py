@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from tenuto.concurrency.deadlines import Clock
+from tenuto.concurrency.process import judge, this_process
 from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import AttemptRecord
 from tenuto.repo.ownership.lease import BEAT_S, TTL_S, read_last
-from tenuto.repo.process import judge, this_process
 from tenuto.repo.repository import Repo
 
 SLOW_S: Final = 2 * BEAT_S

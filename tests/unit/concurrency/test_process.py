@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tenuto.repo import process
-from tenuto.repo.process import judge, this_process
+from tenuto.concurrency import process
+from tenuto.concurrency.process import judge, this_process
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

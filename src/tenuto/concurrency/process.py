@@ -22,12 +22,14 @@ LivenessVerdict = Literal["dead", "alive", "unknown"]
 _LINUX: Final = sys.platform == "linux"
 _STAT: Final = "/proc/{pid}/stat"
 _DEAD_STATES: Final = frozenset("ZXx")
+_STOPPED_STATES: Final = frozenset("Tt")
 
 
 @dataclass(frozen=True, slots=True)
 class _Process:
     started: str
     zombie: bool
+    stopped: bool = False
 
 
 def this_process() -> Owner:
@@ -57,6 +59,12 @@ def judge(owner: Owner) -> LivenessVerdict:
     return "dead" if found.zombie or found.started != owner.started else "alive"
 
 
+def is_stopped(owner: Owner) -> bool:
+    """Returns whether a process that `judge` finds alive is stopped, by SIGSTOP or by a debugger."""
+    found = _inspect(owner.pid)
+    return found is not None and found.stopped
+
+
 def _inspect(pid: int) -> _Process | None:
     if pid <= 0:
         return None
@@ -70,7 +78,8 @@ def _inspect_proc(pid: int) -> _Process | None:
         return None
     # The second field is the program's name in brackets, and may hold anything, brackets and spaces too.
     fields = text.rpartition(")")[2].split()
-    return _Process(started=fields[19], zombie=fields[0] in _DEAD_STATES)
+    state = fields[0]
+    return _Process(started=fields[19], zombie=state in _DEAD_STATES, stopped=state in _STOPPED_STATES)
 
 
 def _inspect_by_psutil(pid: int) -> _Process | None:
@@ -78,7 +87,9 @@ def _inspect_by_psutil(pid: int) -> _Process | None:
 
     try:
         process = psutil.Process(pid)
-        return _Process(repr(process.create_time()), process.status() == psutil.STATUS_ZOMBIE)
+        state = process.status()
+        stopped = state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return _Process(repr(process.create_time()), state == psutil.STATUS_ZOMBIE, stopped)
     except psutil.ZombieProcess:
         return _Process("", zombie=True)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
