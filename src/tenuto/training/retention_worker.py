@@ -24,7 +24,7 @@ from tenuto.repo.repository import Repo
 
 PUT_OFF: Final = 256
 """A round judges every checkpoint that is kept. So that its cost for each save does not grow with their number, one
-follows each commit of a run that keeps fewer than this, each second one where up to twice as many are kept, and so on."""
+follows each commit of a run that keeps fewer than this, every second commit where twice as many are kept, and so on."""
 
 
 class RetentionWorker:
