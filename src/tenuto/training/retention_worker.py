@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from tenuto.concurrency.interruption import interruptible
 from tenuto.concurrency.worker_threads import lower_priority
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.errors import TenutoError
@@ -25,8 +24,7 @@ from tenuto.repo.repository import Repo
 
 PUT_OFF: Final = 256
 """A round judges every checkpoint that is kept. So that its cost for each save does not grow with their number, one
-follows each commit of a run that keeps fewer than this, each second one where up to twice as many are kept, and so
-on."""
+follows each commit of a run that keeps fewer than this, every second commit where twice as many are kept, and so on."""
 
 
 class RetentionWorker:
@@ -126,8 +124,7 @@ class RetentionWorker:
             self._begin(put_off[0])
         until = None if timeout is None else time.monotonic() + timeout
         while (thread := self._thread) is not None and thread is not threading.current_thread():
-            with interruptible():
-                thread.join(None if until is None else max(until - time.monotonic(), 0.0))
+            thread.join(None if until is None else max(until - time.monotonic(), 0.0))
             if thread.is_alive():
                 return False
             with self._state:
