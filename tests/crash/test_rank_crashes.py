@@ -57,7 +57,7 @@ def test_a_job_after_one_that_lost_a_rank_relies_on_nothing_that_is_not_durable(
 @pytest.mark.parametrize("name", QUICK)
 def test_a_seeded_bug_between_ranks_is_caught(name: str) -> None:
     bug = next(bug for bug in BUGS if bug.name == name)
-    found = hunt(bug, 4, each=2, limit=300, schedules=3)
+    found = hunt(bug, 4, each=2, limit=600, schedules=3)
     assert found.caught, f"{bug.name}: {bug.breaks}; not seen in {found.states} states"
 
 
