@@ -25,14 +25,14 @@ def grow(repo: Repo, first: CheckpointId, steps: range, put: Put) -> None:
     index = repo.index(manifest)
     (pack,) = index.packs
     name = object_names.begin_name(first)
-    begin = decode_begin(repo.store.get(name, limit=objects.SMALL), first)
+    begin = decode_begin(repo.store.get(name, limit=objects.SMALL), first, repo.id)
     data = repo.store.get(f"{first.directory}/{pack.name}", limit=pack.length)
     for step in steps:
         id = CheckpointId(first.run, first.attempt, step)
-        columns = encode_index(index, id, None)
+        columns = encode_index(index, id, repo.id, None)
         entry = IndexEntry(manifest.indexes[0].name, len(columns), digest(columns))
         progress = {**manifest.progress, "step": step}
-        put(object_names.begin_name(id), encode_begin(replace(begin, id=id)))
+        put(object_names.begin_name(id), encode_begin(replace(begin, id=id), repo.id))
         put(f"{id.directory}/{pack.name}", data)
         put(f"{id.directory}/{entry.name}", columns)
-        put(id.manifest, encode_manifest(replace(manifest, id=id, indexes=(entry,), progress=progress)))
+        put(id.manifest, encode_manifest(replace(manifest, id=id, indexes=(entry,), progress=progress), repo.id))

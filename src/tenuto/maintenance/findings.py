@@ -76,10 +76,8 @@ def _identity(repo: Repo) -> Iterator[Finding]:
         try:
             found = identity.decode(name, repo.store.get(name, limit=objects.SMALL))
         except ObjectNotFound:
-            # A single save leaves the second to the next writer.
-            severity: Severity = "error" if name == object_names.REPOSITORY else "info"
-            message = "is missing: the next training there puts it"
-            yield Finding(None, severity, message, object=name, harms_restore=False)
+            if name == object_names.REPOSITORY:  # a single save leaves the second to the next writer
+                yield _error(name, "is missing: the next training there puts it")
         except CorruptionError as error:
             yield _error(name, f"{error.message}; the next training there puts it right")
         else:

@@ -87,7 +87,7 @@ def read_identity(store: Store) -> tuple[Identity, str] | None:
     )
 
 
-def say_damaged(store: Store, wrong: str) -> None:
+def warn_of_damage(store: Store, wrong: str) -> None:
     """Warns that `tenuto.json` cannot be read."""
     _warn(f"{wrong} ({store.url}); {REPOSITORY_COPY} says the same, and the next training there puts it right")
 

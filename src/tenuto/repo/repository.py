@@ -32,7 +32,7 @@ from tenuto.repo.format.object_names import REPOSITORY
 from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
 from tenuto.repo.format.small_records import decode_attempt
-from tenuto.repo.identity import Identity, keep_twice, read_identity, say_damaged
+from tenuto.repo.identity import Identity, keep_twice, read_identity, warn_of_damage
 from tenuto.repo.replicated.members import join, known, one_of_many
 from tenuto.repo.replicated.places import mark_damaged, places_of
 from tenuto.state.tree import leaf_paths
@@ -124,7 +124,7 @@ class Repo:
             )
         identity, wrong = found
         if wrong:
-            say_damaged(store, wrong)
+            warn_of_damage(store, wrong)
         return cls._of(store, identity)
 
     @classmethod

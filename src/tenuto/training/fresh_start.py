@@ -48,7 +48,7 @@ def check_new_repository(store: Store, run: str, emitter: Emitter) -> None:
     emitter.warn(f"{message}; run {run!r} starts from scratch. Is the file system mounted?", run)
 
 
-def tell_fresh_start(url: str, run: str, emitter: Emitter) -> None:
+def warn_of_fresh_start(url: str, run: str, emitter: Emitter) -> None:
     """Called where there was nothing to resume from: in a job that was restarted, a person should know."""
     again = restarted()
     if again:

@@ -28,7 +28,7 @@ from tenuto.state.position.training_position import Counters, TrainingPosition
 from tenuto.state.restore.match import match_state
 from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
-from tenuto.training.fresh_start import tell_fresh_start
+from tenuto.training.fresh_start import warn_of_fresh_start
 
 AGAIN, CLAIMED = b"again", b"claimed"
 """The coordinator's broadcasts while it claims: all restore anew, or the run is claimed."""
@@ -106,7 +106,7 @@ class RunClaim:
                 self._begin_at(result)
                 skipped = result.skipped
             elif self._resume_from is not None and self._group.coordinates:
-                tell_fresh_start(self._repo.url, self._run, self._emitter)
+                warn_of_fresh_start(self._repo.url, self._run, self._emitter)
             if self._group.coordinates:
                 warn_of_skipped(self._repo.url, skipped, None if result is None else result.id)
             self.done = True

@@ -8,6 +8,7 @@ import pytest
 
 from tenuto.concurrency import deadlines
 from tenuto.concurrency.deadlines import within
+from tenuto.concurrency.interruption import Latch
 from tenuto.concurrency.worker_threads import WorkerThreads
 from tenuto.errors import DeadlineExceeded, StoreError
 
@@ -47,15 +48,15 @@ def test_the_work_has_a_thread_of_its_own_that_keeps_no_interpreter_alive() -> N
 
 def test_a_deadline_that_has_passed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float | None] = []
-    come_back, here, wait = threading.Event(), threading.current_thread(), threading.Event.wait
+    come_back, here, wait = threading.Event(), threading.current_thread(), Latch.wait
 
-    def recorded(event: threading.Event, timeout: float | None = None) -> bool:
+    def recorded(event: Latch, timeout: float | None = None) -> bool:
         if threading.current_thread() is not here or timeout is None:
             return wait(event, timeout)
         waited.append(timeout)
         return False
 
-    monkeypatch.setattr(threading.Event, "wait", recorded)
+    monkeypatch.setattr(Latch, "wait", recorded)
     try:
         for seconds in (-5.0, 0.0, 0.5, 3.0):
             with pytest.raises(DeadlineExceeded) as caught:

@@ -12,6 +12,7 @@ import pytest
 
 import tenuto
 from support.rank_threads import together
+from tenuto.engine.read import node_share
 from tenuto.engine.staging import slots
 from tenuto.errors import (
     CheckpointNotFound,
@@ -237,6 +238,7 @@ def test_a_load_looks_into_no_other_directory_of_shared_memory_than_that_of_wind
         return names(root, below, user)
 
     monkeypatch.setattr(slots, "_names", listed)
+    monkeypatch.setattr(node_share, "WORTH_SHARING", 1)
     found = together(2, lambda ranks: tenuto.load(tmp_path, into=state(ranks, 0.0), ranks=ranks).step)
     assert (found, looked) == ([0, 0], {"reads"})
 
