@@ -84,11 +84,11 @@ def _reported_at_once(self: RunSaver, error: TenutoError) -> None:
         self._failure = error
 
 
-def _reported_all_the_same(self: SaveWriter, job: Any, error: BaseException) -> None:
+def _reported_all_the_same(self: SaveWriter, job: Any, attempt: Any, error: BaseException) -> None:
     """A save that broke off counts as committed."""
 
 
-def _in_doubt_is_done(self: SaveWriter, job: Any, error: BaseException) -> bool:
+def _in_doubt_is_done(self: SaveWriter, job: Any, attempt: Any, error: BaseException) -> bool:
     return str(job.save.phase) != "committing"
 
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -218,13 +218,13 @@ def _run_apart(job: Training, failing: FailingDisk, case: Case) -> str | None:
 def _handed_out() -> Iterator[list[BackgroundWork]]:
     """What threads that are kept are given meanwhile: such a thread does not end with its work."""
     handed: list[BackgroundWork] = []
-    hand = WorkerThreads.submit
+    hand = WorkerThreads.run
 
-    def noted(self: WorkerThreads, work: Callable[[], None], name: str) -> BackgroundWork:
-        handed.append(hand(self, work, name))
-        return handed[-1]
+    def noted(self: WorkerThreads, given: BackgroundWork) -> None:
+        handed.append(given)
+        hand(self, given)
 
-    with mock.patch.object(WorkerThreads, "submit", noted):
+    with mock.patch.object(WorkerThreads, "run", noted):
         yield handed
 
 

@@ -41,7 +41,9 @@ def _check_load(world: World, model: Model, run: str, line: list[CheckpointId]) 
     try:
         restored = load(world.store, run=run)
     except NothingRestorable:
-        assert not whole and (line or model.of_run(run)), f"{run} has {whole} to restore"
+        # Copies alone are nothing to begin from either: what had been there is said to be lost.
+        copies = any(place.startswith(f"runs/{run}/") for place in model.copies)
+        assert not whole and (line or model.of_run(run) or copies), f"{run} has {whole} to restore"
         return
     except (CheckpointNotFound, RunNotFound):
         assert not line and not model.of_run(run), f"{run} has {line}, and load finds none"

@@ -228,6 +228,7 @@ def test_another_repository_of_that_name_is_found_out_when_ranks_meet(tmp_path: 
     plan, other = Plan(tmp_path, 2, 3, timeout_s=8.0), tmp_path / "elsewhere"
     for place in (plan.where, other):
         tenuto.save({"w": np.ones(3)}, place)
+        Repo.create_or_open(open_store(place))  # as training does, which keeps twice what the repository is
     before = lies_in(plan.where), lies_in(other)
     refused_by_place(plan, other)
     assert (lies_in(plan.where), lies_in(other)) == before
