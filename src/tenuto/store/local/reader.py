@@ -1,18 +1,15 @@
-"""Ranged reads of one object of a local store: past the page cache, unless the cache already holds the object, or
-reading through it is faster there."""
+"""Ranged reads of one object of a local store: past the page cache, unless the cache already holds the object."""
 
 from __future__ import annotations
 
 import random
 import threading
 from dataclasses import dataclass, field
-from time import perf_counter
 from types import TracebackType
 from typing import Final
 
 from tenuto.errors import CorruptionError, StoreError
 from tenuto.store.local import os_errors
-from tenuto.store.local.read_way import ReadWay
 from tenuto.store.local.syscalls import FileSystem
 from tenuto.store.local.writer import BLOCK, WORTH_DIRECT, is_aligned
 
@@ -31,12 +28,8 @@ class LocalReader:
     name: str
     length: int
     modified_ns: int
-    way: ReadWay = field(default_factory=ReadWay)
     _direct: int | None = None
     _alignment: int | None = None
-    _in_place: bool = False
-    """Whether the object is read where the page cache has it. Never where it would have to be read first: a mapping
-    reads page by page, in the middle of a copy."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _view: memoryview | None = None
     _closed: bool = False
@@ -46,9 +39,7 @@ class LocalReader:
         if self._alignment is None:
             with self._lock:
                 if self._alignment is None:
-                    cached, through = self._closed or self._is_cached(), self.way.buffered
-                    self._direct = None if cached or through else self._open_direct()
-                    self._in_place = self._direct is None and (cached or not through)
+                    self._direct = None if self._closed or self._is_cached() else self._open_direct()
                     self._alignment = 1 if self._direct is None else BLOCK
         return self._alignment
 
@@ -84,10 +75,9 @@ class LocalReader:
             if len(buffer):
                 raise self._ends_early(offset + len(buffer))
             return
-        either = self._direct is not None and is_aligned(buffer, offset) and len(buffer) % BLOCK == 0
-        direct = self._direct if either and self.way.direct(offset, len(buffer)) else None
+        direct = self._direct if is_aligned(buffer, offset) and len(buffer) % BLOCK == 0 else None
         needed = min(len(buffer), self.length - offset)
-        began, chosen, done = perf_counter(), direct, 0
+        done = 0
         while done < needed:
             descriptor = self.descriptor if direct is None else direct
             try:
@@ -100,11 +90,9 @@ class LocalReader:
             if count == 0:
                 raise self._ends_early(offset + done)
             done += count
-        if either and direct == chosen:
-            self.way.took(offset, needed, perf_counter() - began)
 
     def view(self) -> memoryview | None:
-        if self.alignment > 1 or not self._in_place or self.length < WORTH_DIRECT:
+        if self.alignment > 1 or self.length < WORTH_DIRECT:
             return None
         with self._lock:
             if self._view is None and not self._closed:

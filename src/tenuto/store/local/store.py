@@ -33,7 +33,6 @@ from tenuto.store.contract import (
 )
 from tenuto.store.local import os_errors
 from tenuto.store.local.directories import Directories, parent
-from tenuto.store.local.read_way import ReadWay, read_way_of
 from tenuto.store.local.reader import LocalReader, read_whole
 from tenuto.store.local.syscalls import FileSystem, OperatingSystem
 from tenuto.store.local.writer import WORTH_DIRECT, FileWriter
@@ -54,7 +53,6 @@ class LocalStore:
     ) -> None:
         self.root: Final = os.path.abspath(path)
         self.filesystem: Final[FileSystem] = OperatingSystem() if filesystem is None else filesystem
-        self._read_way: Final = read_way_of(self.root) if filesystem is None else ReadWay()
         self._directories: Final = Directories(self.filesystem, self.root, create)
         self._naming: Literal["link", "rename"] | None = "link"
         self._naming_lock: Final = threading.Lock()
@@ -232,7 +230,7 @@ class LocalStore:
         except StoreError:
             self._close_quietly(descriptor)
             raise
-        return LocalReader(self.filesystem, descriptor, path, name, found.size, found.modified_ns, self._read_way)
+        return LocalReader(self.filesystem, descriptor, path, name, found.size, found.modified_ns)
 
     def get(self, name: str, *, limit: int) -> bytes:
         with self.open(name) as reader:
