@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import tenuto
 from tenuto import every
@@ -125,3 +125,18 @@ def test_only_a_loader_in_the_middle_of_its_epoch_is_open() -> None:
         break
     del batches
     assert open_now() == [], "left: a resume begins an epoch, as training does"
+
+
+def test_a_loader_that_does_not_know_its_length_is_open_once_it_has_begun(tmp_path: Path) -> None:
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(100))
+
+    state = {"n": 0}
+    with tenuto.Checkpointer(tmp_path, state) as ckpt:
+        batches = iter(DataLoader(TensorDataset(torch.arange(100)), batch_size=2, sampler=Endless()))
+        for _ in ckpt.steps(2):
+            next(batches)
+            ckpt.save()
+    assert not certificate({}, None)["exact"]
+    del batches

@@ -47,5 +47,11 @@ def iterated(state: Mapping[str, Any]) -> list[str]:
 
 
 def _inside(iterator: Any) -> bool:
+    """Returns whether batches were given and more may come: how many there are not every sampler says."""
     given = iterator._num_yielded
-    return given > 0 and (isinstance(iterator._dataset, IterableDataset) or given < len(iterator))
+    if not given or isinstance(iterator._dataset, IterableDataset):
+        return bool(given)
+    try:
+        return bool(given < len(iterator))
+    except (TypeError, NotImplementedError):
+        return True
