@@ -140,3 +140,33 @@ def test_a_loader_that_does_not_know_its_length_is_open_once_it_has_begun(tmp_pa
             ckpt.save()
     assert not certificate({}, None)["exact"]
     del batches
+
+
+class Counting:
+    """Gives a loader's batches, and says by itself how many."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+def test_a_loader_inside_an_entry_that_counts_by_itself_is_known() -> None:
+    iteration.follow()
+    source = Counting(DataLoader(TensorDataset(torch.arange(6)), batch_size=2))
+    batches = iter(source)
+    next(batches)
+    assert not certificate({}, None)["exact"]
+    for state in ({"data": source}, {"all": {"data": [source]}}):
+        assert certificate(state, None)["exact"]
+    del batches
