@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 import tenuto
 from tenuto import every
@@ -169,4 +171,25 @@ def test_a_loader_inside_an_entry_that_counts_by_itself_is_known() -> None:
     assert not certificate({}, None)["exact"]
     for state in ({"data": source}, {"all": {"data": [source]}}):
         assert certificate(state, None)["exact"]
+    del batches
+
+
+def test_iterators_of_somebodys_own_are_iterated_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another package has wrapped torch's iterators before, and where one cannot be noted."""
+    made = _BaseDataLoaderIter.__init__
+
+    @functools.wraps(made)
+    def wrapped(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+
+    class Unhashable(_SingleProcessDataLoaderIter):
+        __hash__ = None  # type: ignore[assignment]
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "__init__", wrapped)
+    iteration.follow()
+    loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
+    assert len(list(Unhashable(loader))) == 3
+    batches = iter(loader)
+    next(batches)
+    assert "a DataLoader over TensorDataset" in iteration.iterated({})
     del batches

@@ -12,6 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
 from typing import Any, Final
 
 from torch import nn
@@ -32,15 +33,16 @@ def follow() -> None:
     """Begins to note iterators, once per process."""
     with _lock:
         made = _BaseDataLoaderIter.__init__
-        if hasattr(made, "__wrapped__"):
+        if getattr(made, "noted_by", None) is _iterators:
             return
 
         @functools.wraps(made)
         def noted(self: Any, *arguments: Any, **options: Any) -> None:
             made(self, *arguments, **options)
-            with _lock:
+            with _lock, suppress(TypeError):  # one without a hash, of somebody's own, is iterated all the same
                 _iterators.add(self)
 
+        noted.noted_by = _iterators  # type: ignore[attr-defined]
         _BaseDataLoaderIter.__init__ = noted  # type: ignore[method-assign]
 
 
