@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from campaigns.stateful.campaign import BUGS, caught, histories
+from campaigns.stateful.campaign import BUGS, Bug, caught, histories
 from campaigns.stateful.operator_rules import counted
 from campaigns.stateful.ranks import RankProduct
 
@@ -35,3 +35,9 @@ def test_a_seeded_bug_contradicts_the_model(name: str) -> None:
 
 def test_there_are_enough_seeded_bugs() -> None:
     assert len({bug.name for bug in BUGS}) >= 6
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_each_seeded_bug_finds_what_it_replaces(bug: Bug) -> None:
+    with bug.patch():
+        pass

@@ -92,7 +92,7 @@ def _save(
     attempt = census.attempts.get((save.id.run, save.id.attempt))
     place = save.id.directory
     if save.state == "copied" or (save.id.run, save.id.attempt) in copies:
-        why = _not_harmless(census, save, lost)
+        why = _not_harmless(repo, census, save, lost)
         strange = save.origin is not None and save.origin.repository != repo.id
         kind = "a directory of another repository" if strange else "a copied directory"
         message = f"{kind}, never chosen, kept or deleted: {save.message}{why}"
@@ -122,11 +122,12 @@ def _save(
         yield Finding(save.id, "error", message, object=name, harms_restore=False)
 
 
-def _not_harmless(census: Census, save: SaveDirectory, lost: LostManifests) -> str:
+def _not_harmless(repo: Repo, census: Census, save: SaveDirectory, lost: LostManifests) -> str:
     """Returns why a copied directory is no backup that a person has put beside the original; empty if it may be one."""
     if save.id in lost.named:
         return f"; it lies in the place of a checkpoint that is lost: {lost.named[save.id]}"
-    original = save_of(save.origin.path) if save.origin is not None else None
+    origin = save.origin
+    original = save_of(origin.path) if origin is not None and origin.repository == repo.id else None
     displaced = census.saves.get(original) if original is not None else None
     if displaced is not None and displaced.state == "copied":
         return f"; where the original of {displaced.id} lay, there is a copy as well: were the two swapped?"

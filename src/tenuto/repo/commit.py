@@ -39,9 +39,11 @@ def begin(attempt: Attempt, step: int, save_id: str, names: Sequence[str]) -> Ch
     store = attempt.repo.store
     if object_names.MANIFEST in store.children(id.directory).objects:
         raise _used(id)
+    attempt.unclosed.add(id)  # where the put, or what follows it, fails with the object there
     try:
         objects.put(store, name, data, token=save_id)
     except AlreadyExists:
+        attempt.unclosed.discard(id)
         raise _used(id) from None
     try:
         attempt.check()
@@ -49,6 +51,7 @@ def begin(attempt: Attempt, step: int, save_id: str, names: Sequence[str]) -> Ch
         abort(attempt.repo, id, save_id, by="the run was claimed by another process")
         free(attempt.repo, id)
         raise
+    attempt.unclosed.discard(id)
     if attempt.repo.observer is not None:
         attempt.repo.observer.begun(id, names)
     crashpoint("save begun")

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from tenuto.codec.digest import DIGEST_NAME
-from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, RepositoryError, StoreError, typed
+from tenuto.errors import (
+    AlreadyExists,
+    CorruptionError,
+    ObjectNotFound,
+    RepositoryError,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    typed,
+)
 from tenuto.model.records import Json
 from tenuto.repo.format import objects
 from tenuto.repo.format.object_names import REPOSITORY, REPOSITORY_COPY
@@ -92,10 +101,14 @@ def warn_of_damage(store: Store, wrong: str) -> None:
     _warn(f"{wrong} ({store.url}); {REPOSITORY_COPY} says the same, and the next training there puts it right")
 
 
-def keep_twice(store: Store, identity: Identity) -> None:
-    """Puts the two objects right: each that is missing, or not what it has to be. Raises RepositoryError where the two
-    are whole and name two repositories."""
-    for name, other in zip(NAMES, reversed(NAMES), strict=True):
+def keep_twice(store: Store, identity: Identity, *, whole: bool) -> None:
+    """Puts the two objects right: each that is missing, or not what it has to be. `whole`: `tenuto.json` is, as its
+    reader knows, and is not read again. Where this process may not write, or
+    the place is full, one stays as it is: the other says it all. Raises RepositoryError where the two are whole and
+    name two repositories."""
+    for name, other in ((REPOSITORY, REPOSITORY_COPY), (REPOSITORY_COPY, REPOSITORY)):
+        if whole and name == REPOSITORY:
+            continue
         data = identity.encode(name)
         wrong = _problem(store, name, data, identity.id)
         if wrong is None:
@@ -104,12 +117,16 @@ def keep_twice(store: Store, identity: Identity) -> None:
         store.settle(other)
         if wrong:
             _warn(f"{wrong} ({store.url}); it is put back from {other}")
-            store.delete([name])
         try:
+            if wrong:
+                store.delete([name])
             objects.put(store, name, data, token=secrets.token_hex(16))
         except AlreadyExists as taken:  # another process was as quick, and may be of a newer version
             if _problem(store, name, data, identity.id) is not None:
                 raise taken
+        except (StoreDenied, StoreFull) as error:
+            if wrong:
+                _warn(f"{name} is not put back: {error.message}")
 
 
 def _problem(store: Store, name: str, expected: bytes, id: str) -> str | None:

@@ -149,8 +149,9 @@ class Repo:
             if before_create is not None:
                 before_create(store)
             identity, created = cls._create(store, chunk_bytes)
+            wrong = ""
         else:
-            identity = found[0]
+            identity, wrong = found
         repo = cls._of(store, identity)
         places = places_of(repo.store)
         if places is not None and places.of:
@@ -159,7 +160,7 @@ class Repo:
             # Another process may have made it a moment ago: what is put from now on relies on it.
             store.settle(object_names.REPOSITORY)
         if not (created and once):
-            keep_twice(store, identity)
+            keep_twice(store, identity, whole=not wrong)
         join(repo.store, repo.id)
         return repo
 

@@ -16,7 +16,7 @@ from tenuto.concurrency.process import judge, this_process
 from tenuto.crashpoints import armed
 from tenuto.errors import CheckpointNotFound, RunInUse, StoreUnavailable, Superseded
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import AttemptRecord, Owner
+from tenuto.model.records import AttemptRecord, Owner, Receipt
 from tenuto.repo.commit import begin, commit
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import Aborted
@@ -471,6 +471,27 @@ def test_what_a_failed_save_has_left_goes_before_the_next_one_is_begun(repo: Rep
     failed = begin(attempt, 10, "ab" * 16, ["rank-00000.safetensors", "rank-00000.index"])
     repo.store.put_if_absent(f"{failed.directory}/rank-00000.safetensors", Bytes(b"left"), token="x")
     attempt.unclosed.add(failed)
+    begin(attempt, 20, "cd" * 16, ["rank-00000.index"])
+    assert make.names(failed.directory) == ["manifest.json"] and isinstance(repo.mark(failed), Aborted)
+    assert attempt.unclosed == set()
+
+
+def test_a_save_whose_beginning_failed_with_its_object_there_is_closed_too(
+    repo: Repo, make: Any, take: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = take()
+    put = repo.store.put_if_absent
+
+    def answered_by_an_error(name: str, content: Any, *, token: str) -> Receipt:
+        put(name, content, token=token)
+        raise StoreUnavailable("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(repo.store, "put_if_absent", answered_by_an_error)
+        with pytest.raises(StoreUnavailable):
+            begin(attempt, 10, "ab" * 16, ["rank-00000.index"])
+    failed = CheckpointId("gpt", attempt.number, 10)
+    assert make.names(failed.directory) == ["begin.json"]
     begin(attempt, 20, "cd" * 16, ["rank-00000.index"])
     assert make.names(failed.directory) == ["manifest.json"] and isinstance(repo.mark(failed), Aborted)
     assert attempt.unclosed == set()

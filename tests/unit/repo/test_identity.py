@@ -12,7 +12,7 @@ import pytest
 
 import tenuto
 from campaigns.broken_stores import StoreLayer
-from tenuto.errors import CorruptionError, NotARepository, RepositoryError
+from tenuto.errors import CorruptionError, NotARepository, RepositoryError, StoreDenied, StoreError, StoreFull
 from tenuto.maintenance.verify import execute, plan_verify
 from tenuto.repo import identity
 from tenuto.repo.format.object_names import REPOSITORY, REPOSITORY_COPY
@@ -182,6 +182,33 @@ def test_a_single_save_into_a_new_place_leaves_the_second_to_the_next_writer(tmp
     tenuto.save({"x": 2}, where)
     assert (where / REPOSITORY_COPY).exists()
     assert tenuto.load(where).state == {"x": 2}
+
+
+class NotForWriting(StoreLayer):
+    """A place that this process may only read, or that is full."""
+
+    def __init__(self, inner: Store, error: type[StoreError]) -> None:
+        super().__init__(inner)
+        self.error = error
+
+    def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
+        raise self.error(f"creating {name}")
+
+    def delete(self, names: object) -> None:
+        raise self.error("removing")
+
+
+@pytest.mark.parametrize("error", [StoreDenied, StoreFull])
+def test_who_may_not_write_restores_all_the_same(store: MemoryStore, error: type[StoreError]) -> None:
+    saved = trained(store)
+    drop(store, REPOSITORY_COPY)  # as after a single save
+    closed = NotForWriting(store, error)
+    state = {"w": np.zeros(8)}
+    assert Checkpointer(closed, state).restore() is not None
+    assert np.array_equal(state["w"], saved)
+    store.place.objects[REPOSITORY_COPY] = b"damaged", 1
+    with pytest.warns(RuntimeWarning, match="tenuto.copy.json is not put back"):
+        assert Checkpointer(closed, state).restore() is not None
 
 
 def test_where_neither_lies_there_is_no_repository(store: MemoryStore) -> None:

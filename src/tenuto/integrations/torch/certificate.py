@@ -17,6 +17,9 @@ from tenuto.training.snapshot import Findings
 
 _apart: Final[weakref.WeakKeyDictionary[torch.nn.Module, list[str]]] = weakref.WeakKeyDictionary()
 """The names of buffers that nothing keeps equal on the ranks, by module."""
+_MOST_OPTIMIZERS: Final = 64
+_DEEPEST: Final = 3
+"""Containers and wrappers around an optimizer, at most."""
 
 
 def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict[str, Any]:
@@ -52,13 +55,18 @@ def _optimizers_left_out(state: Mapping[str, Any]) -> Iterator[str]:
                     yield f"{name}: its optimizer {name}.{attribute} is no entry of the state, and is not saved"
 
 
-def _optimizers(value: Any) -> Iterator[torch.optim.Optimizer]:
+def _optimizers(value: Any, depth: int = 0) -> Iterator[torch.optim.Optimizer]:
+    """Yields the optimizers in a value. A large container, such as a vocabulary or a buffer of samples, holds none:
+    training waits for this at every save."""
+    if depth > _DEEPEST:
+        return
     if isinstance(value, torch.optim.Optimizer):
         yield value
-        yield from _optimizers(getattr(value, "optimizer", None))  # one that wraps another, as accelerate's
-    elif type(value) in (dict, list, tuple):
+        # one that wraps another, as accelerate's
+        yield from _optimizers(getattr(value, "optimizer", None), depth + 1)
+    elif type(value) in (dict, list, tuple) and len(value) <= _MOST_OPTIMIZERS:
         for inner in value.values() if type(value) is dict else value:
-            yield from _optimizers(inner)
+            yield from _optimizers(inner, depth + 1)
 
 
 def _may_cover(entry: Any) -> bool:

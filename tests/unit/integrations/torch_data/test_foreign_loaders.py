@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 import tenuto
 from tenuto import every
@@ -125,3 +127,69 @@ def test_only_a_loader_in_the_middle_of_its_epoch_is_open() -> None:
         break
     del batches
     assert open_now() == [], "left: a resume begins an epoch, as training does"
+
+
+def test_a_loader_that_does_not_know_its_length_is_open_once_it_has_begun(tmp_path: Path) -> None:
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(100))
+
+    state = {"n": 0}
+    with tenuto.Checkpointer(tmp_path, state) as ckpt:
+        batches = iter(DataLoader(TensorDataset(torch.arange(100)), batch_size=2, sampler=Endless()))
+        for _ in ckpt.steps(2):
+            next(batches)
+            ckpt.save()
+    assert not certificate({}, None)["exact"]
+    del batches
+
+
+class Counting:
+    """Gives a loader's batches, and says by itself how many."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+def test_a_loader_inside_an_entry_that_counts_by_itself_is_known() -> None:
+    iteration.follow()
+    source = Counting(DataLoader(TensorDataset(torch.arange(6)), batch_size=2))
+    batches = iter(source)
+    next(batches)
+    assert not certificate({}, None)["exact"]
+    for state in ({"data": source}, {"all": {"data": [source]}}):
+        assert certificate(state, None)["exact"]
+    del batches
+
+
+def test_iterators_of_somebodys_own_are_iterated_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another package has wrapped torch's iterators before, and where one cannot be noted."""
+    made = _BaseDataLoaderIter.__init__
+
+    @functools.wraps(made)
+    def wrapped(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+
+    class Unhashable(_SingleProcessDataLoaderIter):
+        __hash__ = None  # type: ignore[assignment]
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "__init__", wrapped)
+    iteration.follow()
+    loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
+    assert len(list(Unhashable(loader))) == 3
+    batches = iter(loader)
+    next(batches)
+    assert "a DataLoader over TensorDataset" in iteration.iterated({})
+    del batches

@@ -67,3 +67,14 @@ def test_an_optimizer_that_is_an_entry_or_may_be_inside_one_is_no_reason() -> No
 
     found = certificate({"agent": agent, "trainer": Trainer()}, None)
     assert found["exact"] and any("its optimizer" in caveat for caveat in found["caveats"])
+
+
+def test_large_and_circular_containers_of_a_module_are_passed_by() -> None:
+    """Training waits for the certificate at every save."""
+    agent = Agent()
+    circle: list[Any] = []
+    circle.append(circle)
+    agent.circle = circle  # type: ignore[assignment]
+    agent.optimizer.optimizer = agent.optimizer  # type: ignore[attr-defined]
+    agent.vocabulary = [*range(100_000), torch.optim.SGD(agent.policy.parameters())]  # type: ignore[assignment]
+    assert certificate({"agent": agent, "optimizer": agent.optimizer}, None)["exact"]
