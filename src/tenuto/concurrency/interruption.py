@@ -134,7 +134,7 @@ class Latch:
                 try:
                     self._lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
                 finally:  # a handler may raise when the lock is taken already
-                    if self._happened:
+                    if self.is_set():
                         self._release()  # for the next one that waits
         return self._happened
 

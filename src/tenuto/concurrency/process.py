@@ -74,7 +74,7 @@ def _inspect(pid: int) -> _Process | None:
 def _inspect_proc(pid: int) -> _Process | None:
     try:
         text = Path(_STAT.format(pid=pid)).read_text("ascii", "replace")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+    except OSError:  # gone, hidden, or this process has no file left to open: then nothing is known of the other
         return None
     # The second field is the program's name in brackets, and may hold anything, brackets and spaces too.
     fields = text.rpartition(")")[2].split()

@@ -416,7 +416,10 @@ class RunSaver:
         """Frees the run for the job that follows, in a thread of its own: training may hang in a collective."""
         self._loss = error
         self.exit_status.fail(error.message)
-        foreground_threads.submit(partial(self._free_run, error), f"tenuto-lost-{self.run}")
+        try:
+            foreground_threads.submit(partial(self._free_run, error), f"tenuto-lost-{self.run}")
+        except RuntimeError:  # no thread can be started any more
+            self._free_run(error)
 
     def _free_run(self, error: RanksError) -> None:
         # Where warnings are errors the event has reported it: in this thread nothing would catch one.
@@ -428,7 +431,9 @@ class RunSaver:
             while not join(LOSS_S):
                 if not told:
                     told = True
-                    self._emitter.emit(Warned("the run is not given back yet: what is in flight has not ended", self.run))
+                    self._emitter.emit(
+                        Warned("the run is not given back yet: what is in flight has not ended", self.run)
+                    )
         try:
             if self.attempt is not None:
                 self.attempt.release()

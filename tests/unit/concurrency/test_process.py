@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import os
 import signal
@@ -49,15 +50,23 @@ def test_a_program_may_have_any_name(
 
 
 @linux
-@pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
+@pytest.mark.parametrize(
+    "error", [ProcessLookupError(), PermissionError(), OSError(errno.EMFILE, "too many open files")]
+)
 def test_a_process_that_ends_or_hides_while_it_is_looked_at_is_not_seen(
-    monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+    monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    def refuse(path: Path, *arguments: object) -> str:
-        raise error
+    me = this_process()
 
+    def refuse(path: Path, *arguments: object) -> str:
+        if path == Path(f"/proc/{me.pid}/stat"):
+            raise error
+        return original(path, *arguments)  # type: ignore[arg-type]
+
+    original = Path.read_text
     monkeypatch.setattr(Path, "read_text", refuse)
     assert process._inspect(os.getpid()) is None
+    assert judge(me) == "unknown", "it answers, and may be another one"
 
 
 @pytest.mark.parametrize("pid", [0, -1, -os.getpid()], ids=["zero", "minus one", "minus our own"])
