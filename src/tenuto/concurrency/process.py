@@ -124,7 +124,8 @@ def _pid_namespace() -> str:
     if not _LINUX:
         return "host"
     try:
-        return os.readlink("/proc/self/ns/pid")
+        # A process in a namespace of its own may still have the /proc of another one: there, pids are not its own.
+        return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else ""
     except OSError:
         return ""
 

@@ -69,6 +69,15 @@ def test_a_process_that_ends_or_hides_while_it_is_looked_at_is_not_seen(
     assert judge(me) == "unknown", "it answers, and may be another one"
 
 
+@linux
+def test_where_proc_is_that_of_another_namespace_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `unshare --pid --fork`: what has our pid in that /proc is another process, and may end."""
+    me, original = this_process(), os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "4711" if path == "/proc/self" else original(path))
+    assert this_process().pid_namespace == ""
+    assert judge(me) == judge(this_process()) == "unknown"
+
+
 @pytest.mark.parametrize("pid", [0, -1, -os.getpid()], ids=["zero", "minus one", "minus our own"])
 def test_no_process_has_a_number_below_one(pid: int) -> None:
     """Signals to such numbers go to whole groups, so they must not even be asked."""
