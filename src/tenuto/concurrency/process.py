@@ -21,6 +21,8 @@ LivenessVerdict = Literal["dead", "alive", "unknown"]
 
 _LINUX: Final = sys.platform == "linux"
 _STAT: Final = "/proc/{pid}/stat"
+_FIRST_TIME_NAMESPACE: Final = "time:[4026531834]"
+"""The one that a machine boots with, the same on all."""
 _DEAD_STATES: Final = frozenset("ZXx")
 _STOPPED_STATES: Final = frozenset("Tt")
 
@@ -125,9 +127,20 @@ def _pid_namespace() -> str:
         return "host"
     try:
         # A process in a namespace of its own may still have the /proc of another one: there, pids are not its own.
-        return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else ""
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return ""
+        return os.readlink("/proc/self/ns/pid") + _time_namespace()
     except OSError:
         return ""
+
+
+def _time_namespace() -> str:
+    """Returns the time namespace, by whose clock start times are told; empty for the usual one."""
+    try:
+        found = os.readlink("/proc/self/ns/time")
+    except OSError:  # a kernel that has none
+        return ""
+    return "" if found == _FIRST_TIME_NAMESPACE else f" {found}"
 
 
 def _user() -> str:

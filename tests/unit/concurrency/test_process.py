@@ -78,6 +78,15 @@ def test_where_proc_is_that_of_another_namespace_nothing_is_known(monkeypatch: p
     assert judge(me) == judge(this_process()) == "unknown"
 
 
+@linux
+def test_start_times_of_another_time_namespace_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    me, original = this_process(), os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "time:[7]" if path == "/proc/self/ns/time" else original(path))
+    there = this_process()
+    assert there.pid_namespace == f"{me.pid_namespace} time:[7]" and judge(there) == "alive"
+    assert judge(replace(me, started="1")) == "unknown", "it may have started at the same time"
+
+
 @pytest.mark.parametrize("pid", [0, -1, -os.getpid()], ids=["zero", "minus one", "minus our own"])
 def test_no_process_has_a_number_below_one(pid: int) -> None:
     """Signals to such numbers go to whole groups, so they must not even be asked."""
