@@ -189,6 +189,8 @@ class Outcome:
     faults: tuple[str, ...]
     status: int = 0
     watched: bool = False
+    delivered: bool = False
+    """Whether the training came to the line: the order of its threads is not always the same."""
 
 
 def play(case: Case) -> Outcome:
@@ -213,7 +215,8 @@ def play(case: Case) -> Outcome:
         faults = list(_faults(mode, status, report, json.loads(told.read_text()) if told.exists() else None))
         if faults and log.exists():
             faults.append(log.read_text()[-6000:])
-        outcome = Outcome(case, tuple(faults), status, bool(report["watched_then"]))
+        watched, delivered = bool(report["watched_then"]), bool(report["delivered"])
+        outcome = Outcome(case, tuple(faults), status, watched, delivered)
     report.close()
     return outcome
 
@@ -331,6 +334,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "cases": len(outcomes),
         "cases_without_a_fault": sum(not one.faults for one in outcomes),
+        "signals_delivered": sum(one.delivered for one in outcomes),
         "while_signals_were_watched": sum(one.watched for one in outcomes),
         "by_training": by(lambda one: one.case.training),
         "by_mode": by(lambda one: one.case.mode),

@@ -144,3 +144,35 @@ def test_work_that_is_withdrawn_never_begins_and_work_that_has_begun_is_not_with
     begun = BackgroundWork(lambda: done.append("work"), "work")
     begun.do()
     assert done == ["work"] and not begun.withdraw()
+
+
+def test_an_interrupt_right_after_a_wait_leaves_the_latch_open_for_others() -> None:
+    latch = Latch()
+    lock = latch._lock
+
+    class Interrupting:
+        """A handler raises once the lock is taken, before the wait goes on."""
+
+        release = lock.release
+
+        def acquire(self, timeout: float) -> bool:
+            latch.set()
+            assert lock.acquire(timeout=timeout)
+            raise KeyboardInterrupt
+
+    latch._lock = Interrupting()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        latch.wait(60)
+    assert not lock.locked(), "who waits there as well goes on"
+
+
+def test_a_child_that_was_forked_within_a_block_goes_on_as_outside_one() -> None:
+    with undisturbed:
+        pid = os.fork()
+    if not pid:
+        done: list[str] = []
+        with undisturbed:
+            when_undone(lambda: done.append("asked"))
+            held_back = not done
+        os._exit(0 if held_back and done else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -57,7 +57,9 @@ class _Undisturbed:
     ) -> None:
         if not _is_main():
             return
-        _main.depth -= 1
+        _main.depth = max(_main.depth - 1, 0)  # a child that was forked within the block began at 0
+        if not _main.depth:
+            _main.interruptible_at = -1
         # An error is not hidden by a signal. A loop that has come to its end is none.
         if not _main.depth and (kind is None or issubclass(kind, StopIteration)):
             _main.catch_up()
@@ -120,15 +122,20 @@ class Latch:
         return self._happened
 
     def set(self) -> None:
-        self._happened = True  # first: who comes from here on does not wait
-        self._release()
+        try:
+            self._happened = True  # first: who comes from here on does not wait
+        finally:
+            self._release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Returns whether it has happened, within `timeout` seconds."""
         if not self._happened:
             with interruptible():
-                if self._lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
-                    self._release()  # for the next one that waits
+                try:
+                    self._lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+                finally:  # a handler may raise when the lock is taken already
+                    if self.is_set():
+                        self._release()  # for the next one that waits
         return self._happened
 
     def _release(self) -> None:

@@ -21,6 +21,8 @@ LivenessVerdict = Literal["dead", "alive", "unknown"]
 
 _LINUX: Final = sys.platform == "linux"
 _STAT: Final = "/proc/{pid}/stat"
+_FIRST_TIME_NAMESPACE: Final = "time:[4026531834]"
+"""The one that a machine boots with, the same on all."""
 _DEAD_STATES: Final = frozenset("ZXx")
 _STOPPED_STATES: Final = frozenset("Tt")
 
@@ -74,7 +76,7 @@ def _inspect(pid: int) -> _Process | None:
 def _inspect_proc(pid: int) -> _Process | None:
     try:
         text = Path(_STAT.format(pid=pid)).read_text("ascii", "replace")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+    except OSError:  # gone, hidden, or this process has no file left to open: then nothing is known of the other
         return None
     # The second field is the program's name in brackets, and may hold anything, brackets and spaces too.
     fields = text.rpartition(")")[2].split()
@@ -124,9 +126,21 @@ def _pid_namespace() -> str:
     if not _LINUX:
         return "host"
     try:
-        return os.readlink("/proc/self/ns/pid")
+        # A process in a namespace of its own may still have the /proc of another one: there, pids are not its own.
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return ""
+        return os.readlink("/proc/self/ns/pid") + _time_namespace()
     except OSError:
         return ""
+
+
+def _time_namespace() -> str:
+    """Returns the time namespace, by whose clock start times are told; empty for the usual one."""
+    try:
+        found = os.readlink("/proc/self/ns/time")
+    except OSError:  # a kernel that has none
+        return ""
+    return "" if found == _FIRST_TIME_NAMESPACE else f" {found}"
 
 
 def _user() -> str:

@@ -30,6 +30,8 @@ from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
 from tenuto.training.fresh_start import warn_of_fresh_start
 
+WRITING_S = 10.0
+"""How long a Checkpointer waits for a save that an earlier one of this process was interrupted at."""
 AGAIN, CLAIMED = b"again", b"claimed"
 """The coordinator's broadcasts while it claims: all restore anew, or the run is claimed."""
 
@@ -204,8 +206,11 @@ class RunClaim:
         return self.done and self.memory_restore is not None and self.memory_restore.appeared()
 
     def _close_own(self) -> None:
-        """Closes an earlier Checkpointer of this process, as when a notebook's cell is run twice."""
-        earlier = run_registry.live((self._repo.id, run_key(self._run)))
+        """Closes an earlier Checkpointer of this process, as when a notebook's cell is run twice; waits for a save that
+        one has left in flight, which the claim would cut off."""
+        key = (self._repo.id, run_key(self._run))
+        run_registry.await_writing(key, WRITING_S)
+        earlier = run_registry.live(key)
         if earlier is not None:
             self._warn(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed")
             earlier.close_replaced()

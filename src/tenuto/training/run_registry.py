@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple, Protocol
 
@@ -27,6 +28,8 @@ class _Owner(NamedTuple):
 
 
 _live: dict[Key, _Owner] = {}
+_writing: dict[Key, Callable[[float], bool]] = {}
+"""What waits for the saves of a session that was closed before they had ended: by an interrupt, or in a slow store."""
 _lock = threading.Lock()
 
 
@@ -50,6 +53,20 @@ def unregister(key: Key, owner: object) -> None:
             del _live[key]
 
 
+def still_writes(key: Key, join: Callable[[float], bool]) -> None:
+    """Notes that the session that owned the run has left a save in flight, for which `join` waits."""
+    with _lock:
+        _writing[key] = join
+
+
+def await_writing(key: Key, timeout: float) -> None:
+    """Waits, once, for what an earlier session of the run still writes, `timeout` seconds at most."""
+    with _lock:
+        join = _writing.pop(key, None)
+    if join is not None:
+        join(timeout)
+
+
 def imported_by_worker() -> bool:
     """Returns whether this code runs because a spawned worker imports its parent's main module."""
     frame: FrameType | None = sys._getframe(1)
@@ -61,3 +78,4 @@ def imported_by_worker() -> bool:
 
 
 os.register_at_fork(after_in_child=_live.clear)
+os.register_at_fork(after_in_child=_writing.clear)

@@ -152,7 +152,8 @@ class SaveAdmission:
 
 SHARE_SPARE_BYTES = 1 << 20
 LOSS_S: Final = 30.0
-"""How long the run is still owned, once nothing can be saved any more, for saves in flight to end."""
+"""Once nothing can be saved any more: how long saves in flight may take to end, before it is told that the run is still
+owned because of them."""
 NOTE_DEADLINE_S = 60.0
 """How long the training thread waits for a note that it has to write itself."""
 
@@ -219,6 +220,8 @@ class RunSaver:
         """The failure that was warned of, numbers left out: the same one again is not, until a save commits."""
         self._last_saved_s: float | None = None
         self._reported_stuck: Save | None = None
+        self._loss: RanksError | None = None
+        """The loss because of which the run is given back: for good, even if the ranks could meet again."""
         group.on_loss(self._lost)
 
     @property
@@ -405,21 +408,32 @@ class RunSaver:
     def raise_loss(self) -> None:
         """Raises the loss after which nothing can be saved any more, whatever `on_error` says: training on would only
         delay the restart."""
-        if self.group.loss is not None:
-            raise self.group.loss
+        loss = self._loss or self.group.loss
+        if loss is not None:
+            raise loss
 
     def _lost(self, error: RanksError) -> None:
         """Frees the run for the job that follows, in a thread of its own: training may hang in a collective."""
+        self._loss = error
         self.exit_status.fail(error.message)
-        foreground_threads.submit(partial(self._free_run, error), f"tenuto-lost-{self.run}")
+        try:
+            foreground_threads.submit(partial(self._free_run, error), f"tenuto-lost-{self.run}")
+        except RuntimeError:  # no thread can be started any more
+            self._free_run(error)
 
     def _free_run(self, error: RanksError) -> None:
         # Where warnings are errors the event has reported it: in this thread nothing would catch one.
         with contextlib.suppress(Warning):
             self.warn(str(error))
-        for save in self.saver.in_flight:
-            save.join(LOSS_S)
-        self.retention.join(LOSS_S)
+        # Nothing may be written or removed here once another process owns the run, however long that takes.
+        told = False
+        for join in (*(save.join for save in self.saver.in_flight), self.saver.join, self.retention.join):
+            while not join(LOSS_S):
+                if not told:
+                    told = True
+                    self._emitter.emit(
+                        Warned("the run is not given back yet: what is in flight has not ended", self.run)
+                    )
         try:
             if self.attempt is not None:
                 self.attempt.release()

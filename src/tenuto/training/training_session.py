@@ -477,6 +477,8 @@ class TrainingSession:
         """Gives everything back. `quietly`: something worse is being raised already, and the rest is a warning."""
         self._preemption.restore()
         run_registry.unregister(self.key, self)
+        if self.saving.saver.busy:
+            run_registry.still_writes(self.key, self.saving.saver.join)
         try:
             self.saving.give_back(timeout)
         except TenutoError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import os
 import signal
@@ -49,15 +50,41 @@ def test_a_program_may_have_any_name(
 
 
 @linux
-@pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
+@pytest.mark.parametrize(
+    "error", [ProcessLookupError(), PermissionError(), OSError(errno.EMFILE, "too many open files")]
+)
 def test_a_process_that_ends_or_hides_while_it_is_looked_at_is_not_seen(
-    monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+    monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    def refuse(path: Path, *arguments: object) -> str:
-        raise error
+    me = this_process()
 
+    def refuse(path: Path, *arguments: object) -> str:
+        if path == Path(f"/proc/{me.pid}/stat"):
+            raise error
+        return original(path, *arguments)  # type: ignore[arg-type]
+
+    original = Path.read_text
     monkeypatch.setattr(Path, "read_text", refuse)
     assert process._inspect(os.getpid()) is None
+    assert judge(me) == "unknown", "it answers, and may be another one"
+
+
+@linux
+def test_where_proc_is_that_of_another_namespace_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `unshare --pid --fork`: what has our pid in that /proc is another process, and may end."""
+    me, original = this_process(), os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "4711" if path == "/proc/self" else original(path))
+    assert this_process().pid_namespace == ""
+    assert judge(me) == judge(this_process()) == "unknown"
+
+
+@linux
+def test_start_times_of_another_time_namespace_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    me, original = this_process(), os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "time:[7]" if path == "/proc/self/ns/time" else original(path))
+    there = this_process()
+    assert there.pid_namespace == f"{me.pid_namespace} time:[7]" and judge(there) == "alive"
+    assert judge(replace(me, started="1")) == "unknown", "it may have started at the same time"
 
 
 @pytest.mark.parametrize("pid", [0, -1, -os.getpid()], ids=["zero", "minus one", "minus our own"])

@@ -194,10 +194,12 @@ class Saver:
                 if not overlapped:
                     self._capture(job, overlapped=False, eager=eager)
                 self._start(job)
-            except BaseException:
+            except BaseException as error:
                 if job.work is None:  # no thread ever will
                     self._give_back(job)
                     self._remove(save)
+                elif overlapped:  # the thread is at work, and nobody fills the image
+                    job.filling.fail(SaveFailed(f"the save of {save.id} was cut off: {error!r}", subject=str(save.id)))
                 raise
         except BaseException as error:
             self._protocol.failed(save, error)
