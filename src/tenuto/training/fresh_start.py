@@ -45,7 +45,9 @@ def check_new_repository(store: Store, run: str, emitter: Emitter) -> None:
             subject=store.url,
             hint="is the file system mounted? To start from scratch: resume_from=None",
         )
-    emitter.warn(f"{message}; run {run!r} starts from scratch. Is the file system mounted?", run)
+    emitter.warn(
+        f"{message}; run {run!r} starts from scratch. Is the file system mounted, or was it removed on purpose?", run
+    )
 
 
 def warn_of_fresh_start(url: str, run: str, emitter: Emitter) -> None:

@@ -263,6 +263,8 @@ class RunSaver:
             self.last.end()
             self.totals.durable_s = self._started_s
             self._saved_metrics.begin(self.repo, self.run, attempt)
+        if self._loss is not None:  # reported while the run was being claimed, when there was nothing to give back
+            self._lost(self._loss)
 
     def decide(self, moment: Moment) -> Decision:
         self._unlogged.asked(moment, self.first_step, self._judging)
