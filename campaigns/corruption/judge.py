@@ -37,6 +37,7 @@ UNREAD: Final = frozenset({"ref", "tombstone", "gc mark", "trash", "aborted mark
 NOTHING_TELLS: Final[Mapping[tuple[str, str], str]] = {
     (MISSING, "lease"): "the owner removes beats itself, and its successor the rest",
     (MISSING, "note"): "only a gap tells that a note is gone: the last one leaves none",
+    (MISSING, "repository"): "one of two: a single save puts no second, and the next training does",
     (MISSING, "ref"): "only a gap tells that a version is gone: the newest leaves none",
     (MISSING, "tombstone"): "it is taken back when a removal ends",
     (MISSING, "gc mark"): "it is taken back when its subject is needed again",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.tiny_training import gate, place
-from tenuto.training import exit_status
+from tenuto.training import exit_status, preemption
 
 __all__ = ["gate", "place"]
 
@@ -14,3 +14,10 @@ __all__ = ["gate", "place"]
 def _failures_on_purpose_do_not_end_the_test_run() -> Iterator[None]:
     yield
     exit_status._ending.failures.clear()
+
+
+@pytest.fixture(autouse=True)
+def _trainings_that_nobody_closes_watch_no_signals_of_later_tests() -> Iterator[None]:
+    yield
+    for watch in reversed(list(preemption._installed)):
+        watch.restore()
