@@ -21,11 +21,11 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/tenuto demo
 
-# One thread of torch's for each of many small processes.
+# One thread of torch's for each of many small processes. Three workers on two cores: much of the time a test waits for processes.
 test test-long: export OMP_NUM_THREADS = 1
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # What takes long and is looked at from another side by `make test` too.
 test-long: setup

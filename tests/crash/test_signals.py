@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,16 +14,22 @@ from campaigns.signals.bugs import BUGS
 
 pytestmark = pytest.mark.campaign
 
-CASES = 10
+
+def played(cases: int, out: Path, *more: str) -> dict[str, Any]:
+    """What the campaign has found, in a process of its own, which forks: the one that tests has threads."""
+    command = [sys.executable, "-m", "campaigns.signals", "--cases", str(cases), "--trainings", "counted", "own loop"]
+    done = subprocess.run([*command, "--json", str(out), *more], capture_output=True, text=True, timeout=600)
+    assert out.exists(), done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert done.returncode == 0, found
+    assert (found["cases"], found["faults"]) == (cases, {})
+    return found
 
 
 def test_a_signal_at_any_line_ends_the_process_with_its_last_step_saved(tmp_path: Path) -> None:
-    """In a process of its own, which forks: the one that tests has threads."""
-    out = tmp_path / "signals.json"
-    command = [sys.executable, "-m", "campaigns.signals", "--cases", str(CASES), "--trainings", "counted", "own loop"]
-    done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, timeout=600, check=False)
-    assert out.exists(), done.stderr[-3000:]
-    found = json.loads(out.read_text())
-    assert done.returncode == 0, found
-    assert (found["cases"], found["faults"]) == (CASES, {})
-    assert found["bugs_caught"] == len(BUGS)
+    played(6, tmp_path / "signals.json", "--no-bugs")
+
+
+@pytest.mark.long
+def test_what_a_handler_must_not_do_is_found(tmp_path: Path) -> None:
+    assert played(2, tmp_path / "signals.json")["bugs_caught"] == len(BUGS)

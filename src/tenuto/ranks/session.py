@@ -208,6 +208,10 @@ class Session:
                     if found is not None:
                         return found
                     reason = over()
+                    if reason is not None:  # what was sent before its sender left, or died, counts
+                        found = poll(self.patience_s(deadline))
+                        if found is not None:
+                            return found
                 except RankStoreLost as error:
                     if error.lasting or deadline.passed or self.kv_store.lost:
                         raise self.lost(error, phase, missing()) from error
