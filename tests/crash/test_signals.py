@@ -27,7 +27,7 @@ def played(cases: int, out: Path, *more: str) -> dict[str, Any]:
 
 
 def test_a_signal_at_any_line_ends_the_process_with_its_last_step_saved(tmp_path: Path) -> None:
-    # This seed draws no handler of one's own that raises: at the line where Tenuto lets go of a lock it may leave it locked.
+    # A seed without a raising handler of one's own: where Tenuto lets go of a lock that may leave it locked.
     played(6, tmp_path / "signals.json", "--no-bugs", "--seed", "8")
 
 
