@@ -20,7 +20,7 @@ COMMANDS = (
     "ls",
     "show",
     "verify",
-    "restore",
+    "export",
     "rm",
     "undelete",
     "flush",
@@ -34,6 +34,9 @@ COMMANDS = (
     "bench",
 )
 """Each command is a function in the module of the same name."""
+
+ALIASES = {"restore": "export"}
+"""Other names of commands, which no help lists."""
 
 MEANT = {
     "list": ("ls",),
@@ -67,7 +70,7 @@ def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
             "tenuto ls /data/checkpoints",
             "tenuto show /data/checkpoints --run gpt",
             "tenuto verify /data/checkpoints",
-            "tenuto restore /data/checkpoints weights.safetensors --include 'model/*'",
+            "tenuto export /data/checkpoints model.safetensors",
         )
         + "\n\n"
         + help_text.exit_status_table(),
@@ -79,8 +82,9 @@ def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(_root)
     for name in names:
-        module = importlib.import_module(f"tenuto.cli.commands.{name}")
-        app.command(name, cls=PlainCommand, epilog=module.EXAMPLES, context_settings=SETTINGS)(getattr(module, name))
+        own = ALIASES.get(name, name)
+        module = importlib.import_module(f"tenuto.cli.commands.{own}")
+        app.command(name, cls=PlainCommand, epilog=module.EXAMPLES, context_settings=SETTINGS)(getattr(module, own))
     return app
 
 
@@ -89,8 +93,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _never_fail_to_encode()
     try:
-        known = words[:1] if words and words[0] in COMMANDS else COMMANDS
-        if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+        known = words[:1] if words and words[0] in (*COMMANDS, *ALIASES) else COMMANDS
+        if words and words[0] not in known and not words[0].startswith("-"):
             raise no_command(words[0])
         sys.exit(application(known)(args=words, prog_name="tenuto", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
