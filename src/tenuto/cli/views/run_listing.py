@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from tenuto.errors import CorruptionError, RunNotFound, StoreError, typed
+from tenuto.errors import CorruptionError, RunNotFound, StoreError, did_you_mean, typed
 from tenuto.model.ids import CheckpointId, run_key
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> li
             raise RunNotFound(
                 f"no run {only!r} at {repo.url}; there are: {there}",
                 subject=only,
-                hint=typed("tenuto", "ls", repo.url),
+                hint=did_you_mean(key, runs) or typed("tenuto", "ls", repo.url),
             )
         runs = {key: runs[key]}
     tags, rows = tags_of(repo), []

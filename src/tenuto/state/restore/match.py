@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.concurrency.worker_threads import gc_paused
-from tenuto.errors import CorruptionError, StateError, StateMismatch
+from tenuto.errors import CorruptionError, StateError, StateMismatch, did_you_mean
 from tenuto.model.leaf import LeafSpec, join, lineage
 from tenuto.model.records import Json
 from tenuto.state import frameworks
@@ -78,7 +78,7 @@ def match_state(
         restorer.skipped.extend(path for path in private if taken.isdisjoint(lineage(path)))
     _check(restorer, apart=apart)
     if strict and not restorer.selection.everything:
-        _check_selection(restorer, matched)
+        _check_selection(restorer, matched, include)
 
     def apply() -> Any:
         restorer.act()
@@ -241,7 +241,7 @@ def _check(restorer: Restorer, *, apart: bool) -> None:
         *_only_there(() if apart else restorer.unexpected),
     ]
     if restorer.strict and problems:
-        raise _mismatch(problems)
+        raise _mismatch(problems, [*restorer.unexpected, *restorer.skipped])
 
 
 def refuse_unmatched(paths: Sequence[str], missing: Sequence[str] = ()) -> None:
@@ -251,29 +251,50 @@ def refuse_unmatched(paths: Sequence[str], missing: Sequence[str] = ()) -> None:
 
 
 def _not_there(paths: Iterable[str]) -> list[str]:
-    return [f"{path}: not in the checkpoint" for path in paths]
+    return [f"{path}: {_ABSENT}" for path in paths]
+
+
+_ABSENT: Final = "not in the checkpoint"
 
 
 def _only_there(paths: Iterable[str]) -> list[str]:
     return [f"{path}: in the checkpoint only" for path in paths]
 
 
-def _mismatch(problems: Sequence[str]) -> StateMismatch:
+_ADVICE: Final = (
+    "strict=False restores what fits: ckpt.restore(strict=False), or tenuto.load(…, strict=False); "
+    "load's rename=, include= and exclude= say what belongs where"
+)
+
+
+def _mismatch(problems: Sequence[str], there: Sequence[str] = ()) -> StateMismatch:
     return StateMismatch(
         _listed(problems, "the checkpoint and the target differ"),
         subject=_subject(problems[0]),
-        hint="strict=False restores what fits; rename=, include= and exclude= say what belongs where",
+        hint=_nearest_hint(problems, there) or _ADVICE,
     )
 
 
-def _check_selection(restorer: Restorer, tree: Json) -> None:
+def _nearest_hint(problems: Sequence[str], there: Sequence[str]) -> str | None:
+    """Returns what a path that the checkpoint lacks may have been meant to be, of what only the checkpoint has."""
+    first = _subject(problems[0])
+    near = did_you_mean(first, there) if problems[0] == f"{first}: {_ABSENT}" else None
+    return None if near is None else f"{near} {_ADVICE}"
+
+
+def _check_selection(restorer: Restorer, tree: Json, include: Patterns | None) -> None:
     """Raises StateMismatch for a selection that matches nothing, which is certainly a mistake."""
     paths = terminals(tree, "")
     if paths and not any(map(restorer.selection.takes, paths)):
+        patterns = [include] if isinstance(include, str | re.Pattern) else include or ()
+        globs = [one for one in patterns if isinstance(one, str)]
+        there = [*dict.fromkeys(path.partition("/")[0] for path in paths), *paths]
+        near = (did_you_mean(glob.removesuffix("*").removesuffix("/"), there) for glob in globs)
         raise StateMismatch(
             "include= and exclude= leave nothing of the checkpoint",
             subject=paths[0],
-            hint=f"they are globs over paths such as {paths[0]!r}; strict=False restores nothing without a word",
+            hint=next(filter(None, near), None)
+            or f"they are globs over paths such as {paths[0]!r}; strict=False restores nothing without a word",
         )
 
 
