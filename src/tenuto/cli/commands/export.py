@@ -53,7 +53,7 @@ def export(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write a model's weights, or any part of a checkpoint, to one file.
+    """Write a model's weights, or any other part, to a file.
 
     Every byte is verified, and no Tenuto is needed to read the file. A *.safetensors file gets the tensors of the
     state's one model, under their names in it; with --entry, --include or --exclude those, and all where the state has
