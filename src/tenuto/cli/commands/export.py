@@ -72,7 +72,7 @@ def export(
             raise UsageError(
                 f"no tensor of {result.id} is left by --include and --exclude; nothing was written",
                 subject=str(result.id),
-                hint=did_you_mean(" ".join(include or exclude or ()), file.paths)
+                hint=did_you_mean((include or [""])[0].rstrip("*/"), file.choices)
                 or f"{typed('tenuto', 'show', repo.url, '--run', result.id.run)} shows the paths",
             )
         file.publish(force=force)

@@ -34,8 +34,8 @@ class Export(ABC):
         self.leaves = 0
         self.entry: str | None = None
         """The entry of the state that is written, under the names that its tensors have in it."""
-        self.paths: list[str] = []
-        """All that could be chosen."""
+        self.choices: list[str] = []
+        """Entries and paths of tensors that could be chosen."""
         self.remarks: list[str] = []
         self._include = include
         self._exclude = exclude
@@ -111,8 +111,10 @@ class SafetensorsExport(Export):
         self._asked = entry
 
     def prepare(self, manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
-        self.paths = [spec.path for spec in leaves.specs if not spec.private]
-        self.entry = self._entry(manifest)
+        paths = [spec.path for spec in leaves.specs if not spec.private]
+        entries = list(dict.fromkeys(path.partition("/")[0] for path in paths))
+        self.choices = [*entries, *paths]
+        self.entry = self._entry(manifest, paths, entries)
         prefix = f"{self.entry}/" if self.entry else self._strip
         selected = Selection(self._include, self._exclude).takes
 
@@ -123,8 +125,8 @@ class SafetensorsExport(Export):
         chosen.sort(key=lambda number: (-leaves.specs[number].itemsize, leaves.specs[number].path))
         self.leaves = len(chosen)
         self.remarks = self._remarks(manifest, [leaves.specs[number] for number in chosen], takes)
-        entries = self._entries([leaves.specs[number] for number in chosen], prefix)
-        header = build_header(entries, self._metadata(manifest))
+        named = self._entries([leaves.specs[number] for number in chosen], prefix)
+        header = build_header(named, self._metadata(manifest))
         sizes = [leaves.specs[number].nbytes for number in chosen]
         whole = self._map(header, sum(sizes))
         wants: list[tuple[int, Sink]] = []
@@ -134,11 +136,10 @@ class SafetensorsExport(Export):
             at += size
         return Prepared(wants, lambda: None, LoadReport())
 
-    def _entry(self, manifest: Manifest) -> str | None:
+    def _entry(self, manifest: Manifest, paths: list[str], entries: list[str]) -> str | None:
         """Returns the entry to write: the one asked for, else the state's one model, unless paths were chosen."""
         if self._asked is not None:
-            if not any(path.startswith(f"{self._asked}/") for path in self.paths):
-                entries = list(dict.fromkeys(path.partition("/")[0] for path in self.paths))
+            if not any(path.startswith(f"{self._asked}/") for path in paths):
                 raise UsageError(
                     f"{manifest.id} has no entry {self._asked!r} with tensors in it; there are: {_few(entries)}",
                     subject=self._asked,
@@ -149,7 +150,7 @@ class SafetensorsExport(Export):
             return None
         nodes = {path: node for path, node in walk(manifest.tree) if path and "/" not in path}
         models = [name for name, node in nodes.items() if kind_of(node) == "module"]
-        if not models and kind_of(nodes.get("model")) in KEYED and any(one.startswith("model/") for one in self.paths):
+        if not models and kind_of(nodes.get("model")) in KEYED and any(path.startswith("model/") for path in paths):
             models = ["model"]
         if len(models) > 1:
             raise UsageError(
