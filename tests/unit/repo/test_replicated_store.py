@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from campaigns.broken_stores import StoreLayer
-from support.said import said
 from tenuto.errors import (
     AlreadyExists,
     CorruptionError,
@@ -19,6 +18,7 @@ from tenuto.errors import (
     StoreError,
     StoreFull,
     StoreUnreliable,
+    TenutoWarning,
     UsageError,
 )
 from tenuto.model.ids import CheckpointId
@@ -972,7 +972,7 @@ def test_nothing_is_opened_or_made_by_declaring(tmp_path: Any) -> None:
 def test_where_nobody_listens_what_goes_wrong_is_a_warning() -> None:
     home, other = Place(), Place()
     other.fail(StoreFull("no space"), "put")
-    with said("no space"):
+    with pytest.warns(TenutoWarning, match="no space"):
         Mirror(home, other, copies=1).put_if_absent(PACK, Bytes(b"data"), token="t0")
     assert (home.get(PACK, limit=10), PACK in other.objects) == (b"data", False)
 

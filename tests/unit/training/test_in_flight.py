@@ -308,7 +308,7 @@ def test_a_capture_that_breaks_off_gives_its_image_back(place: Path, monkeypatch
             patched.setattr("tenuto.engine.staging.capture.Capturer.capture", breaks)
             for number in range(3):
                 # Of the same failure one warning, until a save commits.
-                with said("today") if not number else nullcontext():
+                with pytest.warns(TenutoWarning, match="today") if not number else nullcontext():
                     failed = step_on(ckpt, one)
                 with pytest.raises(SaveFailed, match="today"):
                     failed.wait(60)

@@ -153,7 +153,7 @@ def test_a_metric_that_save_asks_by_and_nothing_logs_is_told(place: Path) -> Non
                 ckpt.log(val_loss=1.0, acc=0.5)
     (said,) = {str(one.message).partition("\n")[0] for one in caught}
     assert said == (
-        "tenuto: on.improve('val_los', mode='min') | on.end() asks by 'val_los', which nothing has logged up to "
+        "on.improve('val_los', mode='min') | on.end() asks by 'val_los', which nothing has logged up to "
         "step 2 (metrics logged: 'acc', 'val_loss'); that part of it saves nothing"
     )
     assert steps_of(place) == [2]
