@@ -54,8 +54,8 @@ def export(
 ) -> None:
     """Write a model's weights, or any other part, to a file.
 
-    Every byte is verified. A *.safetensors file gets the tensors of the state's one model (all, where it has none), under
-    their names in it; a *.pt file the whole state, as torch.load(weights_only=True) reads it.
+    Every byte is verified. A *.safetensors file gets the tensors of the state's one model (all, where it has none),
+    under their names in it; a *.pt file the whole state, as torch.load(weights_only=True) reads it.
     """
     from tenuto.units import count, seconds, size
 
