@@ -302,7 +302,8 @@ def crashed(base: DiskImage, opening: tuple[Mark, ...], seed: int, name: str, se
     turn. Raises what the successor meets."""
     # A restart after a restart draws other names: a probe that could not be removed is still there.
     number = name.count(", restarted")
-    program = Program(seed + 7919 * number, base=base, above=seeded.above, around=seeded.around, processes=Processes(first=1000))
+    seed += 7919 * number
+    program = Program(seed, base=base, above=seeded.above, around=seeded.around, processes=Processes(first=1000))
     with program.running():
         _goes_on(program)
     return Recording(name, base, program.recorder.log, opening)
