@@ -25,7 +25,10 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
-PLAIN = ("numpy", "tenuto.training.checkpointer", "tenuto.training.exit_status", "tenuto.training.preemption")
+PLAIN = (
+    *("numpy", "tenuto.training.checkpointer", "tenuto.training.exit_status", "tenuto.training.preemption"),
+    *("tenuto.certify.runner", "tenuto.cli.application"),
+)
 WITH_TORCH = (
     *("numpy", "torch._dynamo", "torch.optim.adamw", "torch.utils.data", "torchdata.stateful_dataloader"),
     *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "tenuto.demo.train_gpt"),
@@ -154,9 +157,9 @@ def begun(asked: Mapping[str, Any], descriptors: Sequence[int]) -> Callable[[], 
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
