@@ -54,7 +54,7 @@ class Server:
         atexit.register(self.close)
 
     def close(self) -> None:
-        self.channel.close()
+        self.channel.shutdown(socket.SHUT_RDWR)  # a child of ours that still lives may hold a copy of it
         self.process.wait()
 
     def ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> int:
