@@ -102,8 +102,9 @@ def _record(where: str, found: Certification) -> bool:
 def _show(found: Certification) -> None:
     output.line(_headline(found))
     _show_verdict(found)
-    output.line("\nnot seen")
-    output.line(output.rows([("-", one) for one in found.not_seen]))
+    if found.verdict.kind == "exact":
+        output.line("\nNot seen, so nothing is proven of:")
+        output.line(output.rows([("-", one) for one in found.not_seen]))
     if found.unlogged:
         output.line(f"\nNot logged in these {found.last} steps, though the script's policies go by it:")
         output.line(output.rows([("-", f"{metric}, by {by}") for metric, by in found.unlogged.items()]))

@@ -32,7 +32,7 @@ EXACTNESS: Final[Mapping[str, str]] = {
     "unknown": "exactness unknown",
     "not exact": "not exact",
 }
-"""Verdicts of certificates as marks; "no known gap" is the usual one."""
+"""Verdicts of certificates as marks of what training resumes from; "no known gap" is the usual one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class RunRow:
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
         if verdicts and self.state == "committed":
             marks.append("SUSPECT" if verdicts[-1] == "suspect" else verdicts[-1])
-        if self.verdict in EXACTNESS:
+        if self.latest and self.verdict is not None and self.verdict in EXACTNESS:
             marks.append(EXACTNESS[self.verdict])
         marks += [f"tagged {name}" for name in self.tags]
         return marks
