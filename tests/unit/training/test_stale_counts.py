@@ -61,4 +61,4 @@ def test_a_training_says_it(tmp_path: Path) -> None:
         with tenuto.Checkpointer(tmp_path, {"w": [0.0], "step": 0, "seed": 7}, save=every(steps=50)) as ckpt:
             for _ in ckpt.steps(400):
                 pass
-    assert [str(one.message).partition(" is ")[0] for one in found] == ["tenuto: state['step']"]
+    assert [str(one.message).partition(" is ")[0] for one in found] == ["state['step']"]
