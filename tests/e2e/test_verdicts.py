@@ -109,7 +109,7 @@ def test_snapshots_as_torch_save_takes_them_are_refused_before_anything_is_made(
 def test_a_number_that_never_counts_is_told_and_what_is_known_is_no_gap(tmp_path: Path, script: Path) -> None:
     done = run(script, "given", tmp_path / "ckpts")
     assert done.returncode == 0
-    (said,) = [line for line in done.stderr.splitlines() if "tenuto: " in line]
+    (said,) = [line for line in done.stderr.splitlines() if "TenutoWarning" in line]
     assert "state['epoch'] is 0 as it was 2 epochs ago" in said and "ckpt.epoch" in said
     text, certificate = shown(tmp_path / "ckpts")
     assert (certificate["verdict"], certificate["exact"]) == ("no known gap", True)

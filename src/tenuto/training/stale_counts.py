@@ -35,7 +35,7 @@ class StaleCounts:
             keys: None for keys, value in _entries(state) if keys[-1] in EPOCHS | STEPS and type(value) in (int, float)
         }
 
-    def look(self, step: int, epoch: int) -> str | None:
+    def check(self, step: int, epoch: int) -> str | None:
         """Returns a warning about a count that has not changed since an earlier save, though training has; each once.
         `step` and `epoch`: how many are completed."""
         if not self._waiting:

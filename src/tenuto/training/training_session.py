@@ -394,7 +394,7 @@ class TrainingSession:
         due_s = time.monotonic()
         flattened = self._snapshots.now()
         about = self._snapshots.about(parent=self._parent, metrics=self.metrics, reason=reason)
-        if stale := self._stale_counts.look(self.step, self.position.counters.epoch):
+        if stale := self._stale_counts.check(self.step, self.position.counters.epoch):
             self.saving.warn(stale)
         return self.saving.take(
             flattened, self.step, about, wait=wait, must=must, handle=handle, eager=eager, due_s=due_s

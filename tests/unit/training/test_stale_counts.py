@@ -18,7 +18,7 @@ def told(state: dict[str, Any], moments: list[tuple[int, int, dict[str, Any]]]) 
     counts, found = StaleCounts(state), []
     for step, epoch, assigned in moments:
         state.update(assigned)
-        found.append(counts.look(step, epoch))
+        found.append(counts.check(step, epoch))
     return [one for one in found if one]
 
 
