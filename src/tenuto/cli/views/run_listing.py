@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.errors import CorruptionError, RunNotFound, StoreError, did_you_mean, typed
+from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
 
 if TYPE_CHECKING:
@@ -26,6 +27,13 @@ STATES: Final[Mapping[str, str]] = {
 }
 """States of `maintenance.census` in words; foreign directories are no checkpoints and not shown."""
 
+EXACTNESS: Final[Mapping[str, str]] = {
+    "proven": "proven exact",
+    "unknown": "exactness unknown",
+    "not exact": "not exact",
+}
+"""Verdicts of certificates as marks of what training resumes from; "no known gap" is the usual one."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
@@ -43,6 +51,8 @@ class RunRow:
     notes: tuple[Note, ...] = ()
     tags: tuple[str, ...] = ()
     message: str = ""
+    verdict: Exactness | None = None
+    """Whether a resume from it is exact, as its certificate says."""
 
     def marks(self) -> list[str]:
         """Returns its marks, a few words each."""
@@ -54,6 +64,8 @@ class RunRow:
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
         if verdicts and self.state == "committed":
             marks.append("SUSPECT" if verdicts[-1] == "suspect" else verdicts[-1])
+        if self.latest and self.verdict is not None and self.verdict in EXACTNESS:
+            marks.append(EXACTNESS[self.verdict])
         marks += [f"tagged {name}" for name in self.tags]
         return marks
 
@@ -72,6 +84,7 @@ class RunRow:
             "notes": [{"kind": note.kind, **note.body} for note in self.notes],
             "tags": list(self.tags),
             "message": self.message or None,
+            "verdict": self.verdict,
         }
 
 
@@ -190,6 +203,7 @@ def _rows(
             notes=notes,
             tags=tags.get(save.id, ()),
             message=cut or save.message,
+            verdict=exactness(manifest.certificate) if manifest else None,
         )
 
 
