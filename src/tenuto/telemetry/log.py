@@ -70,7 +70,10 @@ def sentence(event: events.Event) -> str | None:
         case events.SaveSkipped(run, step, reason):
             return f"skipped the save of step {step} of run {run}: {reason}"
         case events.SaveDelayed(run, step, waited):
-            return f"step {step} of run {run} blocked training for {seconds(waited)}, until the save before was written"
+            return (
+                f"the save of step {step} of run {run} blocked training for {seconds(waited)}, "
+                "until the one before was written"
+            )
         case events.CandidateSkipped(id, reason):
             return f"{_step(id)} is damaged and was passed over: {reason}"
         case events.RestoredEvent(id, nbytes, took, _, ranks):

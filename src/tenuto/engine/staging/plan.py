@@ -137,7 +137,7 @@ class StagingBuffer(Generic[Source]):
                 capturer = Capturer(flattened, layout, arena)
         if arena.note:
             self._emitter.report(
-                f"shared memory has no room for the image of a save ({arena.note}): it lies in {arena.kind}"
+                f"saves are staged in memory of this process, since shared memory is not available ({arena.note})"
             )
         self.plan = SavePlan(
             flattened.fingerprint,

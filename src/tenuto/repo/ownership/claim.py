@@ -261,9 +261,9 @@ def _reached(repo: Repo, run: str, number: int) -> tuple[int, int] | None:
 
 def _in_use(repo: Repo, run: str, found: OwnerFinding) -> RunInUse:
     where = "this very process" if found.verdict == "here" else _owner_words(found)
-    since = f" since {found.record.created}" if found.record is not None and found.record.created else ""
+    since = f", since {found.record.created}" if found.record is not None and found.verdict != "here" else ""
     return RunInUse(
-        f"run {run!r} at {repo.url} is in use: attempt {found.number} belongs to {where}{since} ({found.reason})",
+        f"run {run!r} at {repo.url} is in use: attempt {found.number} belongs to {where} ({found.reason}{since})",
         subject=run,
         hint="stop that process, wait for it with wait_for_owner=600, use another run name, or pass takeover=True",
     )
