@@ -38,7 +38,8 @@ class Console:
         self._rank = rank
         self._raises = raises
         self._failure = ""
-        """The failure that was said last, numbers left out: the same one again is not, until a save commits."""
+        """The failure that was said last, without what has digits in it: the same one again is not, until a save
+        commits."""
 
     def emit(self, event: events.Event) -> None:
         if self._is_said(event):
@@ -52,7 +53,7 @@ class Console:
         if self._rank:
             return False
         if isinstance(event, events.SaveFailedEvent):
-            before, self._failure = self._failure, re.sub(r"\d+", "", event.error)
+            before, self._failure = self._failure, re.sub(r"\w*\d\w*", "", event.error)
             return not self._raises and self._failure != before
         if isinstance(event, events.Committed):
             self._failure = ""

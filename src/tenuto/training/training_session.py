@@ -253,7 +253,6 @@ class TrainingSession:
         self._refuse_if_closed()
         self.open = False
         self.position.complete_step(own_loop=self._foreign_loop and self.loop is None)
-        self._warn_of_uncounted_batches()
         self._consider(epoch_ended=epoch_ended, ending=ending)
         self._act_on_signal()  # one that came meanwhile: the next step's batch may be long in coming
 
@@ -300,7 +299,7 @@ class TrainingSession:
         self._late_metrics.mark()
 
     def _warn_of_uncounted_batches(self) -> None:
-        """Warns, once, where there is data and the loop takes its batches past it."""
+        """Warns, once, of a save where there is data and the loop takes its batches past it."""
         if self.position.uncounted and not self._warned_of_uncounted:
             self._warned_of_uncounted = True
             self.saving.warn(f"a resume is not exact: {UNCOUNTED}. {COUNTED_FORMS}")
@@ -387,6 +386,7 @@ class TrainingSession:
     ) -> Save | None:
         """Takes a save of the state as it is now; the rest as in `RunSaver.take`."""
         due_s = time.monotonic()
+        self._warn_of_uncounted_batches()
         flattened = self._snapshots.now()
         about = self._snapshots.about(parent=self._parent, metrics=self.metrics, reason=reason)
         return self.saving.take(

@@ -92,7 +92,8 @@ def test_the_story_is_one_line_for_what_a_person_wants_to_know():
         "SIGTERM: finishing step 501, then saving run gpt and leaving",
         "SIGINT: step 500 is done; saving run gpt and leaving; Ctrl-C again stops at once",
         "SIGTERM: leaving with status 143; step 500 of run gpt is saved in ckpts",
-        "SIGINT: leaving as an earlier handler of the signal says; step 500 of run gpt is saved in ckpts, 2 steps behind",
+        "SIGINT: leaving as an earlier handler of the signal says; step 500 of run gpt is saved in ckpts, "
+        "2 steps behind",
         "SIGTERM: leaving with status 143; nothing of run gpt is saved in ckpts",
     ]
 
