@@ -9,7 +9,6 @@ from typing import Final, Literal, get_args
 
 from tenuto import events, log_lines
 from tenuto.errors import UsageError
-from tenuto.telemetry.log import LogSink, level_of, sentence
 
 Log = Literal["default", "saves", "silent"]
 VARIABLE: Final = "TENUTO_LOG"
@@ -43,6 +42,8 @@ class Console:
 
     def emit(self, event: events.Event) -> None:
         if self._is_said(event):
+            from tenuto.telemetry.log import level_of, sentence  # of no use where nothing is said
+
             line = sentence(event)
             if line is not None:
                 log_lines.log(level_of(event), f"rank {self._rank}: {line}" if self._rank else line)
@@ -69,6 +70,6 @@ def console(log: str | None, sinks: Iterable[events.AnySink], *, rank: int = 0, 
         raise UsageError(
             f"{name}={value!r} is none of {', '.join(map(repr, known))}", subject=name, hint=f'{name}="silent"'
         )
-    if value == "silent" or any(isinstance(sink, LogSink) for sink in sinks):
+    if value == "silent" or any(getattr(sink, "replaces_console", False) for sink in sinks):
         return None
     return Console(saves=value == "saves", rank=rank, raises=raises)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from tenuto import events, log_lines
 from tenuto.errors import typed
@@ -31,6 +32,8 @@ _LEVELS: dict[type[events.Event], int] = {
 class LogSink:
     """Logs one short line for each event that matters to a person: failures at ERROR, what is routine at DEBUG, most
     others at INFO. Among `sinks` it takes the place of the console."""
+
+    replaces_console: Final = True
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or log_lines.LOGGER

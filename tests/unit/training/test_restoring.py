@@ -81,7 +81,7 @@ def test_i3_a_damaged_checkpoint_is_passed_over_loudly_for_the_one_before(
 ) -> None:
     damage(trained)
     sink = Recorded()
-    with said("main/a0001step 3 of run main is damaged and was passed over for step 2"):
+    with said("step 3 of run main is damaged and was passed over for step 2"):
         restored = tenuto.load(trained, sinks=[sink])
     assert restored.step == 2
     assert np.all(restored.state["w"] == 2)
@@ -90,7 +90,7 @@ def test_i3_a_damaged_checkpoint_is_passed_over_loudly_for_the_one_before(
     one = state()
     with (
         tenuto.Checkpointer(trained, one, save=every(steps=1), keep=ALL) as ckpt,
-        said("main/a0001step 3 of run main is damaged and was passed over for step 2"),
+        said("step 3 of run main is damaged and was passed over for step 2"),
     ):
         assert list(ckpt.steps(3)) == [2]
         assert np.all(one["w"] == 2)
