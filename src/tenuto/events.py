@@ -1,4 +1,7 @@
-"""Typed events and the sinks that receive them.
+"""Typed events, the sinks that receive them, and warnings.
+
+What happens to data or to training's time is an event, which the console prints as one line. Code that uses Tenuto in a
+way that may lose something gets a Python warning, a TenutoWarning at the line that it is about.
 
 Emitting to no sink costs one loop over an empty tuple; frequent events are not even created when no sink listens.
 """
@@ -9,12 +12,13 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
-from tenuto.errors import TenutoWarning
+from tenuto import log_lines
+from tenuto.errors import TenutoWarning, UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.timing import RankTimings, Timing
 
@@ -110,6 +114,8 @@ class SaveFailedEvent(Event):
     id: CheckpointId
     error: str
     phase: str
+    hint: str = ""
+    """What to type or to look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,84 @@ class RestoredEvent(Event):
     """The digest of the whole checkpoint."""
     ranks: RankTimings | None = None
     """Where the time went on each rank, for a run with several ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    """Training resumes from a checkpoint or from memory.
+
+    where: the repository. bytes, seconds: what was read and verified, and how long that took.
+    age_s: for a state in memory, the seconds since it was sealed.
+    base: the newest durable checkpoint of the same line of training.
+    """
+
+    id: CheckpointId
+    where: str
+    bytes: int
+    seconds: float
+    age_s: float | None = None
+    base: CheckpointId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver(Event):
+    """A restore passed over the newest checkpoints of a run, since they are damaged.
+
+    skipped: each with the reason, newest first. taken: the one restored instead, if any.
+    """
+
+    where: str
+    skipped: tuple[tuple[CheckpointId, str], ...]
+    taken: CheckpointId | None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForOwner(Event):
+    """A claim has waited two seconds for the process that owns the run.
+
+    owner: that process, in words. state: what is known of it. seconds: for how long the claim waits at most from now.
+    """
+
+    run: str
+    owner: str
+    pid: int
+    host: str
+    state: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NothingToDo(Event):
+    """A loop found the run where it was to end. done, total: completed, and asked for, in `unit` ("step" or
+    "epoch")."""
+
+    run: str
+    done: int
+    total: int
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalReceived(Event):
+    """A signal asked this process to leave; `step` is completed. in_step: the one after it is finished first."""
+
+    run: str
+    signal: str
+    step: int
+    in_step: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving(Event):
+    """This process leaves because of a signal. step: the last completed one. saved: the newest committed checkpoint.
+    status: the exit status, None where an earlier handler of that signal decides it."""
+
+    run: str
+    signal: str
+    step: int
+    saved: CheckpointId | None
+    where: str
+    status: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,21 +275,45 @@ class Warned(Event):
 
 
 class Sink(Protocol):
-    """Receives events from any thread. An exception is reported once and never reaches training."""
+    """Receives events from any thread. An exception is reported once and never reaches training.
+
+    A function of one event is a sink as well.
+    """
 
     def emit(self, event: Event) -> None: ...
 
 
+AnySink = Sink | Callable[[Event], object]
+"""What `sinks=` takes: objects with `emit`, and functions of one event."""
+
+
+def listed(sinks: Iterable[AnySink]) -> tuple[AnySink, ...]:
+    """Returns `sinks`. Raises UsageError for what is none."""
+    if isinstance(sinks, Iterable):
+        found = tuple(sinks)
+        wrong = [sink for sink in found if not callable(getattr(sink, "emit", sink))]
+        if not wrong:
+            return found
+    raise UsageError(
+        f"sinks={sinks!r} is no list of sinks: each has emit(event), or is a function of one event",
+        subject="sinks",
+        hint='sinks=[print], or sinks=[tenuto.telemetry.JsonLines("events.jsonl")]',
+    )
+
+
 @dataclass(slots=True)
 class Emitter:
-    """Sends each event to every sink; drops a sink that fails, with a warning that names it."""
+    """Sends each event to every sink; drops a sink that fails, with a warning that names it.
 
-    sinks: tuple[Sink, ...] = ()
-    _dropped: list[str] = field(default_factory=list)
+    console: a sink that takes no frequent events.
+    """
+
+    sinks: tuple[AnySink, ...] = ()
+    console: Sink | None = None
 
     @classmethod
-    def of(cls, sinks: Iterable[Sink]) -> Emitter:
-        return cls(tuple(sinks))
+    def of(cls, sinks: Iterable[AnySink]) -> Emitter:
+        return cls(listed(sinks))
 
     @property
     def listened(self) -> bool:
@@ -213,18 +321,24 @@ class Emitter:
         return bool(self.sinks)
 
     def emit(self, event: Event) -> None:
+        if self.console is not None:
+            self.console.emit(event)
         for sink in self.sinks:
             try:
-                sink.emit(event)
+                take: Any = getattr(sink, "emit", None) or sink
+                take(event)
             except Exception as error:  # noqa: BLE001 - a broken meter must not end training; it is said once, loudly
                 self.sinks = tuple(kept for kept in self.sinks if kept is not sink)
-                self._dropped.append(repr(sink))
                 warn(f"the event sink {sink!r} failed and is no longer used: {error!r}")
 
     def warn(self, message: str, subject: str = "") -> None:
         """Emits Warned, and issues a Python warning about the caller's code as `warn` does."""
         self.emit(Warned(message, subject, issued=True))
         warn(message)
+
+    def report(self, message: str, subject: str = "") -> None:
+        """Emits Warned, for what happened to data or to training's time."""
+        self.emit(Warned(message, subject))
 
 
 def warn(message: str) -> None:
@@ -234,7 +348,7 @@ def warn(message: str) -> None:
     if frame is not None:
         _issue(message, frame)
     else:
-        logging.getLogger("tenuto").warning("%s", message)
+        log_lines.log(logging.WARNING, message)
 
 
 _PACKAGE: Final = os.path.dirname(__file__) + os.sep

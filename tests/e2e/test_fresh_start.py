@@ -3,7 +3,6 @@
 import secrets
 import shutil
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 import tenuto
 from support.memory_training import live, shared_memory
+from support.said import lines_said
 from tenuto.errors import RepositoryError
 from tenuto.store.memory import MemoryStore
 from tenuto.training.checkpointer import Checkpointer
@@ -29,15 +29,14 @@ def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def start(where: object, **options: object) -> tuple[int, list[str]]:
     """Trains two steps; the step it began from, and what was said on stderr."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with lines_said() as lines:
         state = {"w": np.zeros(4)}
         with Checkpointer(where, state, save=tenuto.on.end(), **options) as ckpt:
             ckpt.restore()
             began = ckpt.step
             for _ in ckpt.steps(began + 2):
                 state["w"] += 1
-    return began, [str(one.message) for one in caught if "scratch" in str(one.message)]
+    return began, [line for line in lines if "scratch" in line]
 
 
 def vanish(where: Path) -> None:

@@ -15,8 +15,8 @@ class Lines(logging.Handler):
 
 
 @contextmanager
-def said(pattern):
-    """Asserts that a line which matches `pattern` is said meanwhile; yields the list of all lines."""
+def lines_said():
+    """Yields the list of the lines that are said meanwhile."""
     logger, handler = logging.getLogger("tenuto"), Lines()
     level = logger.level
     logger.addHandler(handler)
@@ -26,4 +26,11 @@ def said(pattern):
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    assert any(re.search(pattern, line) for line in handler.lines), (pattern, handler.lines)
+
+
+@contextmanager
+def said(pattern):
+    """Asserts that a line which matches `pattern` is said meanwhile; yields the list of all lines."""
+    with lines_said() as lines:
+        yield lines
+    assert any(re.search(pattern, line) for line in lines), (pattern, lines)

@@ -55,10 +55,12 @@ def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> No
         on_busy="skip",
         on_error="raise",
         takeover=True,
+        wait_for_owner=30.0,
         memory_budget=1 << 30,
         in_flight=2,
         ranks=tenuto.SharedFiles(place, rank=0, world_size=2),
-        sinks=[Printing()],
+        log="saves",
+        sinks=[Printing(), print],
     ) as ckpt:
         assert_type(ckpt, tenuto.Checkpointer)
         assert_type(ckpt.steps(100), Steps)
@@ -182,7 +184,9 @@ def placements(tensor: object, declared: Shard) -> None:
     tenuto.declare(tenuto.replicated(tensor))
 
 
-def the_rest(error: tenuto.TenutoError, leaving: tenuto.Preempted, value: tenuto.Tagged) -> None:
+def the_rest(
+    error: tenuto.TenutoError, odd: tenuto.TenutoWarning, leaving: tenuto.Preempted, value: tenuto.Tagged
+) -> None:
     assert_type(error.hint, str | None)
     assert_type(error.subject, str | None)
     assert_type(error.exit_code, int)

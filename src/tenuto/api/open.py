@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tenuto.engine.read.choose import choose, exactly, warn_of_skipped
+from tenuto.engine.read.choose import choose, exactly, report_skipped
 from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.outline import Outline, read_outline
 from tenuto.engine.read.sharded_reader import ShardedReader
@@ -24,7 +24,7 @@ from tenuto.errors import (
     install,
     typed,
 )
-from tenuto.events import Emitter, Sink
+from tenuto.events import AnySink, Emitter, listed
 from tenuto.model.ids import CheckpointId, attempt_key
 from tenuto.model.leaf import LeafSpec, dtype
 from tenuto.model.records import Json
@@ -39,6 +39,7 @@ from tenuto.state.restore.rebuild import plain
 from tenuto.state.tree import LEAVES, NOTHING, OWN, PRIVATE, kind_of, leaves_below, node_at, plain_paths
 from tenuto.store.contract import Where
 from tenuto.store.registry import open_store, redirected
+from tenuto.telemetry.console import console
 
 if TYPE_CHECKING:
     import torch
@@ -366,7 +367,7 @@ def open(
     run: str = "main",
     step: int | str | CheckpointId = "latest",
     rank: int | None = None,
-    sinks: Sequence[Sink] = (),
+    sinks: Iterable[AnySink] = (),
 ) -> Opened:
     """Opens a checkpoint for inspection, without restoring it: `with tenuto.open(where) as opened: …`.
 
@@ -380,7 +381,8 @@ def open(
     Raises NotARepository, RunNotFound, CheckpointNotFound, NothingRestorable, CorruptionError, and UsageError if there
     is no such rank.
     """
-    emitter = Emitter.of(sinks)
+    sinks = listed(sinks)
+    emitter = Emitter(sinks, console(None, sinks))
     repo = Repo.open(open_store(redirected(where)))
 
     def attempt(id: CheckpointId) -> tuple[Outline | ShardedOutline, LazyReader | ShardedLazyReader]:
@@ -407,7 +409,7 @@ def open(
             f"run {run!r} in {repo.url} has no checkpoint", subject=run, hint=typed("tenuto", "ls", repo.url)
         )
     opened = Opened(repo, *found, skipped)
-    warn_of_skipped(repo.url, skipped, opened.id)
+    report_skipped(emitter, repo.url, skipped, opened.id)
     return opened
 
 

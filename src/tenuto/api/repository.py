@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from tenuto.engine.read.choose import Checkpoint
 from tenuto.errors import CheckpointNotFound, did_you_mean, typed
-from tenuto.events import Emitter, Sink
+from tenuto.events import AnySink, Emitter
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Manifest, Note
 from tenuto.policy.numbers import metric_name, min_or_max
@@ -22,7 +22,7 @@ from tenuto.store.registry import open_store, redirected
 class Repository:
     """A repository, opened for inspection. Raises NotARepository (naming the nearest one), FormatTooNew, StoreError."""
 
-    def __init__(self, where: Where, *, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, where: Where, *, sinks: Iterable[AnySink] = ()) -> None:
         self.repo = Repo.open(open_store(redirected(where)))
         self._emitter = Emitter.of(sinks)
 

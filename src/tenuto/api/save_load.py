@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,12 @@ from tenuto.engine.read.choose import (
     CheckpointLeaves,
     Restored,
     RestoreResult,
+    report_skipped,
     restore_checkpoint,
     restore_latest,
-    warn_of_skipped,
 )
 from tenuto.errors import CheckpointNotFound, Superseded, UsageError, typed
-from tenuto.events import Emitter, Sink
+from tenuto.events import AnySink, Emitter, WaitingForOwner, listed
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
 from tenuto.ranks.contract import TIMEOUT_S, Ranks
@@ -34,6 +34,7 @@ from tenuto.state.contract import Flattened, Prepared
 from tenuto.state.restore.match import match_state
 from tenuto.store.contract import Where
 from tenuto.store.registry import open_store, redirected
+from tenuto.telemetry.console import Log, console
 
 # What only saves and only several ranks need is imported where it is used: a process that loads once pays for neither.
 if TYPE_CHECKING:
@@ -72,14 +73,18 @@ def save(
     ranks: Ranks | None = None,
     ranks_timeout: float = TIMEOUT_S,
     writers: Strategy = "balanced",
-    sinks: Sequence[Sink] = (),
+    wait_for_owner: float | None = None,
+    log: Log | None = None,
+    sinks: Iterable[AnySink] = (),
 ) -> Checkpoint:
     """Saves `state` and returns once it is committed. `step=None` is the one after `latest`.
 
     Nothing is removed. In a job of several processes (torch.distributed is initialised, or `ranks` names them) every
     rank calls it with its own part of the state, and one checkpoint is made of all; `ranks_timeout` is how many seconds
     they wait for one that is missing. A rank that saves by itself there passes `ranks=tenuto.Solo()`. What several
-    ranks hold is written by all of them, or as `writers` says (see Checkpointer).
+    ranks hold is written by all of them, or as `writers` says (see Checkpointer). `wait_for_owner` is for how many
+    seconds another process that owns the run is waited for; `log` and `sinks` are as in Checkpointer, and nothing is
+    said of a save where all goes well.
 
     Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live process owns the run
     (UsageError if a Checkpointer of this one trains it), errors of the store, and of several ranks RanksMissing,
@@ -93,25 +98,33 @@ def save(
     patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step={step!r} is no number of completed steps", subject="step", hint="step=500")
-    emitter, where = Emitter.of(sinks), redirected(where)
-    ranks = find_ranks(ranks)
+    wait_s = None if wait_for_owner is None else seconds(wait_for_owner, "wait_for_owner=")
+    ranks, where, sinks = find_ranks(ranks), redirected(where), listed(sinks)
+    emitter = Emitter(sinks, console(log, sinks, rank=ranks.rank, raises=True))
     if ranks.world_size > 1:
         from tenuto.engine.group.group import joined_group
 
         facts = {"step": "the next" if step is None else str(step)}
         met = joined_group(ranks, where, run, emitter, patience_s, call="save", facts=facts, writers=writers)
         with met as (group, repo):
-            return _saved(repo, flatten(state), run, step, emitter=emitter, group=group)
+            return _saved(repo, flatten(state), run, step, wait_s=wait_s, emitter=emitter, group=group)
     from tenuto.engine.save.rank_group import SoloGroup
 
     flattened = flatten(state)
     repo = Repo.create_or_open(open_store(where), once=True)
     with _saving.setdefault((repo.id, run_key(run)), threading.Lock()):
-        return _saved(repo, flattened, run, step, emitter=emitter, group=SoloGroup())
+        return _saved(repo, flattened, run, step, wait_s=wait_s, emitter=emitter, group=SoloGroup())
 
 
 def _saved(
-    repo: Repo, flattened: Flattened, run: str, step: int | None, *, emitter: Emitter, group: RankGroup
+    repo: Repo,
+    flattened: Flattened,
+    run: str,
+    step: int | None,
+    *,
+    wait_s: float | None,
+    emitter: Emitter,
+    group: RankGroup,
 ) -> Checkpoint:
     from tenuto.engine.save.job import ManifestDetails
     from tenuto.engine.save.saver import Saver
@@ -125,8 +138,10 @@ def _saved(
             subject=run,
             hint="call its save(), close it, or save to another run",
         )
-    report_to(repo.store, partial(emitter.warn, subject=run))
-    attempt, number = group.agree_on_attempt(repo, lambda: _attempt(repo, run, key, step))
+    report_to(repo.store, partial(emitter.report, subject=run))
+    attempt, number = group.agree_on_attempt(
+        repo, lambda: _attempt(repo, run, key, step, wait_s=wait_s, waiting=emitter.emit)
+    )
     saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=group.protocol(repo))
     saver.attempt = attempt
     try:
@@ -145,7 +160,15 @@ def _saved(
     return Checkpoint(repo.url, id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
 
 
-def _attempt(repo: Repo, run: str, key: run_registry.Key, step: int | None) -> tuple[Attempt, int]:
+def _attempt(
+    repo: Repo,
+    run: str,
+    key: run_registry.Key,
+    step: int | None,
+    *,
+    wait_s: float | None,
+    waiting: Callable[[WaitingForOwner], None],
+) -> tuple[Attempt, int]:
     """Returns this process's attempt for the run if `step` lies above its last one and no other process has claimed the
     run since; else a new one, claimed from what an owner that it waited for has committed at its end. Either owns the
     run until it is released."""
@@ -175,7 +198,10 @@ def _attempt(repo: Repo, run: str, key: run_registry.Key, step: int | None) -> t
         newest = latest(repo, run, withdrawn=withdrawn)
         return newest, parent()
 
-    return claim_newest(repo, run, newest, parent(), again=again, withdrawn=withdrawn), number()
+    attempt = claim_newest(
+        repo, run, newest, parent(), again=again, withdrawn=withdrawn, wait_s=wait_s, waiting=waiting
+    )
+    return attempt, number()
 
 
 def load(
@@ -191,7 +217,8 @@ def load(
     device: Any = None,
     ranks: Ranks | None = None,
     ranks_timeout: float = TIMEOUT_S,
-    sinks: Sequence[Sink] = (),
+    log: Log | None = None,
+    sinks: Iterable[AnySink] = (),
 ) -> Restored:
     """Loads a checkpoint, every byte verified: into existing objects (`into`, the same kind of thing that was saved),
     or fresh.
@@ -211,12 +238,14 @@ def load(
       every rank calls it, all get the same checkpoint, each what its own `into` holds of it, and any number of ranks
       may have saved it. `ranks=tenuto.Solo()` reads by itself there.
 
+    - `log`, `sinks`: as in Checkpointer. Nothing is said of a load where all goes well.
+
     Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch;
     of several ranks also RanksMissing, RanksDisagree and RankFailed.
     """
-    emitter, where = Emitter.of(sinks), redirected(where)
     patience_s = seconds(ranks_timeout, "ranks_timeout=")
-    ranks = ranks or initialised() or Solo()
+    ranks, where, sinks = ranks or initialised() or Solo(), redirected(where), listed(sinks)
+    emitter = Emitter(sinks, console(log, sinks, rank=ranks.rank, raises=True))
 
     def match(manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
         return match_state(
@@ -237,11 +266,11 @@ def load(
 
         facts = {"step": str(step)}
         with joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (group, repo):
-            report_to(repo.store, partial(emitter.warn, subject=run))
+            report_to(repo.store, partial(emitter.report, subject=run))
             found = _found(repo, run, group.restorer(repo, run, match, emitter).restore(step))
     else:
         repo = Repo.open(open_store(where))
-        report_to(repo.store, partial(emitter.warn, subject=run))
+        report_to(repo.store, partial(emitter.report, subject=run))
         if step == "latest":
             found = _found(repo, run, restore_latest(repo, run, match, emitter=emitter))
         else:
@@ -250,7 +279,7 @@ def load(
     if device is not None and into is not None:
         frameworks.move(into, device)
     if ranks.is_coordinator:
-        warn_of_skipped(repo.url, found.skipped, found.id)
+        report_skipped(emitter, repo.url, found.skipped, found.id)
     return Restored.of(found, repo.url)
 
 

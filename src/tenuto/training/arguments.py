@@ -39,6 +39,7 @@ class Settings:
     on_busy: OnBusy
     on_error: OnError
     takeover: bool
+    wait_for_owner_s: float | None
     memory: SavePolicy | None
     memory_budget: int | None
     fenced: bool
@@ -63,6 +64,7 @@ class Settings:
         on_busy: object,
         on_error: object,
         takeover: bool,
+        wait_for_owner: float | None,
         memory: object,
         memory_budget: object,
         capture: object,
@@ -100,6 +102,7 @@ class Settings:
             on_busy=cast("OnBusy", _one_of(("wait", "skip"), "on_busy", on_busy)),
             on_error=cast("OnError", _one_of(("warn", "raise"), "on_error", on_error)),
             takeover=takeover,
+            wait_for_owner_s=None if wait_for_owner is None else seconds(wait_for_owner, "wait_for_owner="),
             memory=_memory_policy(memory),
             memory_budget=_memory_budget(memory_budget),
             fenced=_one_of(("eager", "fenced"), "capture", capture) == "fenced",

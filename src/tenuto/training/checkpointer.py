@@ -12,7 +12,7 @@ from tenuto.concurrency.interruption import undisturbed
 from tenuto.engine.read.choose import Restored
 from tenuto.engine.save.handle import Save
 from tenuto.errors import ForkedProcess, UsageError
-from tenuto.events import Emitter, Sink
+from tenuto.events import AnySink, Emitter, listed
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import SavePolicy
 from tenuto.ranks.contract import Ranks
@@ -21,6 +21,7 @@ from tenuto.repo.lineage import latest
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.position.training_position import TrainingPosition
 from tenuto.store.contract import Where
+from tenuto.telemetry.console import Log, console
 from tenuto.training import run_registry
 from tenuto.training.arguments import (
     ArgumentAliases,
@@ -35,7 +36,7 @@ from tenuto.training.arguments import (
 )
 from tenuto.training.exit_status import before_exit
 from tenuto.training.loops import Batches, Epochs, Steps
-from tenuto.training.preemption import warn_of_epochs
+from tenuto.training.preemption import report_nothing_to_do, warn_of_epochs
 from tenuto.training.snapshot import check_platform
 from tenuto.training.stats import Stats
 from tenuto.training.training_session import CLOSE_DEADLINE_S, TrainingSession
@@ -81,6 +82,8 @@ class Checkpointer:
     - `on_error`: whether a failed save warns, and changes the exit status ("warn"), or also raises at the next call
       ("raise").
     - `takeover`: claim the run even if its owner is alive.
+    - `wait_for_owner`: how many seconds to wait for a process that owns the run. By default one that runs on this host
+      and is not leaving is waited for only a few seconds, any other one a minute; then RunInUse is raised.
     - `memory`: when the state is also sealed in memory that outlives the process (`every(steps=1)`), so that a crash
       loses a step and not all since the last save. It takes `in_flight` + 1 times the state's size of /dev/shm, from
       which saves are written too, and a restart on this machine resumes from it by itself. Of several ranks each seals
@@ -99,7 +102,10 @@ class Checkpointer:
       where a step on several hosts computes for longer without releasing Python's interpreter lock.
     - `writers`: who writes what several ranks hold: all of them, evenly ("balanced"); one rank each tensor ("tensor")
       or layer ("layer"); all, in parts of 16 MiB at most ("size"); the lowest rank that holds it ("one").
-    - `sinks`: receive events.
+    - `log`: what is said on stderr, in one line each (by the logger `tenuto` where logging is configured): "default"
+      (where training resumed from, damage that was passed over, waits, signals, failed saves), "saves" (a line for each
+      committed save as well) or "silent". None: what the environment variable TENUTO_LOG says, else "default".
+    - `sinks`: receive events: objects with `emit(event)`, or functions of an event.
     - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and,
       with `monitor` and no `save`, for `on.improve` beside the default).
 
@@ -122,6 +128,7 @@ class Checkpointer:
         on_busy: OnBusy = "wait",
         on_error: OnError = "warn",
         takeover: bool = False,
+        wait_for_owner: float | None = None,
         memory: SavePolicy | None = None,
         memory_budget: int | None = None,
         capture: Capture = "eager",
@@ -129,7 +136,8 @@ class Checkpointer:
         ranks_timeout: float = 600.0,
         ranks_silence: float = 15.0,
         writers: Strategy = "balanced",
-        sinks: Iterable[Sink] = (),
+        log: Log | None = None,
+        sinks: Iterable[AnySink] = (),
         save_top_k: int | None = None,
         monitor: str | None = None,
         mode: Literal["min", "max"] | None = None,
@@ -153,6 +161,7 @@ class Checkpointer:
             on_busy=on_busy,
             on_error=on_error,
             takeover=takeover,
+            wait_for_owner=wait_for_owner,
             memory=memory,
             memory_budget=memory_budget,
             capture=capture,
@@ -160,10 +169,10 @@ class Checkpointer:
             ranks_silence=ranks_silence,
             writers=writers,
         )
+        sinks = listed(sinks)
+        emitter = Emitter(sinks, console(log, sinks, rank=ranks.rank))
         with undisturbed:
-            self._training = TrainingSession.create(
-                where, state, data, ranks=ranks, settings=settings, emitter=Emitter.of(sinks)
-            )
+            self._training = TrainingSession.create(where, state, data, ranks=ranks, settings=settings, emitter=emitter)
         self.prewarm_s = self._training.prewarm_s
         """Seconds that planning and taking memory took; 0 with several ranks."""
         self._withdraw = before_exit(_weakly(self._training))
@@ -211,6 +220,8 @@ class Checkpointer:
             return Steps(NullTraining(), 0)
         with undisturbed:
             training.enter(self)
+            if total is not None:
+                report_nothing_to_do(training.saving, training.step, total, "step")
             warn_of_epochs(training.saving)
             training.loop = loop = Steps(training, total)
         return loop
@@ -224,6 +235,7 @@ class Checkpointer:
             return Epochs(NullTraining(), 0, 1)
         with undisturbed:
             training.enter(self)
+            report_nothing_to_do(training.saving, self.epoch, total, "epoch")
             training.loop = loop = Epochs(training, total, group)
         return loop
 

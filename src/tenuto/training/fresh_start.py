@@ -45,7 +45,7 @@ def check_new_repository(store: Store, run: str, emitter: Emitter) -> None:
             subject=store.url,
             hint="is the file system mounted? To start from scratch: resume_from=None",
         )
-    emitter.warn(
+    emitter.report(
         f"{message}; run {run!r} starts from scratch. Is the file system mounted, or was it removed on purpose?", run
     )
 
@@ -54,7 +54,7 @@ def warn_of_fresh_start(url: str, run: str, emitter: Emitter) -> None:
     """Called where there was nothing to resume from: in a job that was restarted, a person should know."""
     again = restarted()
     if again:
-        emitter.warn(
+        emitter.report(
             f"this job was started again ({again}), and run {run!r} at {url} has no checkpoint: it starts from scratch",
             run,
         )

@@ -50,7 +50,9 @@ class SavedMetrics:
 
 
 PATIENCE_STEPS = 1000
-"""Steps after which a metric that nothing has logged is reported, if no epoch has ended before."""
+"""Steps after which a metric that nothing has logged is reported, in a loop without epochs."""
+PATIENCE_EPOCHS = 2
+"""Ends of epochs after which it is reported: a validation may belong to each second one."""
 
 
 class UnloggedMetrics:
@@ -62,6 +64,7 @@ class UnloggedMetrics:
         self._warn = warn
         self._logged: set[str] = set()
         self._asked_step: int | None = None
+        self._epochs_ended = 0
         self._warned = False
 
     @property
@@ -76,7 +79,9 @@ class UnloggedMetrics:
         never comes to its end. `keep`: None while nothing has been saved that it could judge."""
         self._asked_step = moment.step
         self.seen(moment.metrics)
-        if not self._warned and (moment.epoch_ended or moment.step >= first_step + PATIENCE_STEPS):
+        self._epochs_ended += moment.epoch_ended
+        steps = moment.step - first_step if moment.epoch is None else 0
+        if not self._warned and (steps >= PATIENCE_STEPS or self._epochs_ended >= PATIENCE_EPOCHS):
             self._warned = self.warn_of_missing(keep)
 
     def warn_of_missing(self, keep: KeepPolicy | None) -> bool:

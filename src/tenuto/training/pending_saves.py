@@ -73,7 +73,7 @@ class PendingRequests:
         requested, tags = self._clear()
         if not self._snapshots.untouched(mark):
             missed = f"step {mark.step} is not saved, though it was asked for: the state has changed since"
-            self._saving.warn(f"{missed} its loop was left")
+            self._saving.report(f"{missed} its loop was left")
             if requested is not None:
                 requested[0].end(
                     SaveFailed(
@@ -133,7 +133,7 @@ class LateMetricTrigger:
         if self._snapshots.untouched(mark):
             return True
         self._mark = None
-        self._saving.warn(
+        self._saving.report(
             f"step {mark.step} is not saved, though {reason}: the state has changed since that step; "
             "log what belongs to a step before training goes on"
         )

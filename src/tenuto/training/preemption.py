@@ -16,9 +16,10 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Never
 
-from tenuto import events
+from tenuto import events, log_lines
 from tenuto.concurrency.interruption import interrupt, when_undone
 from tenuto.errors import DeadlineExceeded
+from tenuto.events import Leaving, NothingToDo, SignalReceived
 from tenuto.policy.save import EveryEpochs, parts_of
 from tenuto.training.exit_status import leaving_with
 from tenuto.training.saves import RunSaver
@@ -39,20 +40,19 @@ def await_saves(saving: RunSaver, until: float) -> None:
 
 
 def warn_of_unsaved(saving: RunSaver, step: int, *, incomplete: bool, replaced: bool, left: bool) -> None:
-    """Warns of what a training leaves unsaved.
+    """Reports what a training leaves unsaved, and warns where its code is the cause.
 
     step: the last completed one; incomplete: one more was begun.
     replaced: `step` is not saved, since another Checkpointer took the run before `close` ended the training.
     left: `step` is not saved, since its loop was broken out of.
     """
-    saving.warn_of_unlogged_metrics()
     last = saving.last
     known = f"the last checkpoint is step {last.step}" if last is not None and last.committed else ""
     known = known or "there is no checkpoint"
     if incomplete:
-        events.warn(f"step {step + 1} was left incomplete and is not saved; {known}")
+        saving.report(f"step {step + 1} was left incomplete and is not saved; {known}")
     elif replaced:
-        saving.warn(
+        saving.report(
             f"step {step} is not saved ({known}): another Checkpointer of this process takes run {saving.run!r}, and "
             "no close() has said that training ended there"
         )
@@ -61,6 +61,12 @@ def warn_of_unsaved(saving: RunSaver, step: int, *, incomplete: bool, replaced: 
             f"step {step} is not saved ({known}): its loop was left before it came to its end; ckpt.stop() ends one "
             "and saves"
         )
+
+
+def report_nothing_to_do(saving: RunSaver, done: int, total: int, unit: str) -> None:
+    """Reports a run that was complete before its loop began."""
+    if 0 < done >= total:
+        saving.emit(NothingToDo(saving.run, done, total, unit))
 
 
 def warn_of_epochs(saving: RunSaver) -> None:
@@ -295,7 +301,9 @@ class PreemptionHandler:
         self._catch = catch
         self._watch = SignalWatch(None if catch else (), interrupts=True)
         self._held_back = False
-        self._left = False
+        self._reported = False
+        self._left_for: str | None = None
+        """The name of the signal for which the process leaves: here, or in another process of the job."""
 
     @property
     def watched(self) -> bool:
@@ -307,9 +315,16 @@ class PreemptionHandler:
         return self._watch.name
 
     @property
+    def _status(self) -> int | None:
+        """The exit status with which it leaves; None where an earlier handler of the signal decides that."""
+        if self._watch.deferred is not None or self._left_for is None:
+            return None
+        return 128 + signal.Signals[self._left_for].value
+
+    @property
     def owed(self) -> bool:
         """Whether a signal has come that the process has not left for."""
-        return self.signal is not None and not self._left
+        return self.signal is not None and self._left_for is None
 
     def install(self) -> None:
         if self._catch or threading.current_thread() is threading.main_thread():
@@ -323,20 +338,38 @@ class PreemptionHandler:
         """Stops acting on signals as they come."""
         self._held_back = True
 
-    def leave(self, name: str | None = None) -> Never:
-        """Ends the process as the signal asked: the one that came here, or `name`, which came to another process of the
-        job."""
-        self._left = True
+    def prepare_to_leave(self, name: str | None = None) -> None:
+        """Decides that the process leaves because of the signal that came here, or of `name`, which came to another
+        process of the job."""
+        self._left_for = self._left_for or self.signal or name
+
+    def report_signal(self, saving: RunSaver, step: int, *, in_step: bool) -> None:
+        """Reports, once, the signal that came, also to processes that wait for the run."""
+        name, attempt = self.signal, saving.attempt
+        if name is not None and attempt is not None and not self._reported:
+            self._reported = True
+            attempt.leave()
+            saving.emit(SignalReceived(saving.run, name, step, in_step))
+
+    def report_leaving(self, saving: RunSaver, step: int) -> None:
+        """Reports, where a signal ends the training, what is saved."""
+        if self._left_for is not None:
+            last = saving.last
+            saved = last.id if last is not None and last.committed else None
+            saving.emit(Leaving(saving.run, self._left_for, step, saved, saving.repo.url, self._status))
+
+    def leave(self) -> Never:
+        """Ends the process as the signal asked."""
         watch = self._watch
         if watch.deferred is not None:
             raise watch.deferred
-        number = watch.received
-        assert number is not None or name is not None
-        leaving = Preempted(number if number is not None else signal.Signals[name or ""].value)
+        assert self._left_for is not None
+        leaving = Preempted(signal.Signals[self._left_for].value)
         leaving_with(128 + leaving.signum)
         raise leaving
 
     def _came(self) -> None:
         name = self.signal
         if name is not None and not self._held_back:
-            self._act(name)
+            with log_lines.deferred():
+                self._act(name)

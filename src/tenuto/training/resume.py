@@ -11,11 +11,11 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.memory_restore import MemoryRestore
 from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult, warn_of_skipped
+from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult, report_skipped
 from tenuto.engine.read.sharded_reader import PrivateEntry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.errors import TenutoError, in_words
-from tenuto.events import AttemptClaimed, Emitter, Warned
+from tenuto.events import AttemptClaimed, Emitter, Resumed, Warned
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
 from tenuto.repo.format.small_records import encode_attempt
@@ -57,6 +57,7 @@ class RunClaim:
         self._position = position
         self._resume_from = settings.resume_from
         self._takeover = settings.takeover
+        self._wait_s = settings.wait_for_owner_s
         self._emitter = emitter
         self._group = group
         self._restorer = group.restorer(repo, run, self._prepare, emitter)
@@ -113,7 +114,9 @@ class RunClaim:
             elif self._resume_from is not None and self._group.coordinates:
                 warn_of_fresh_start(self._repo.url, self._run, self._emitter)
             if self._group.coordinates:
-                warn_of_skipped(self._repo.url, skipped, None if result is None else result.id)
+                report_skipped(self._emitter, self._repo.url, skipped, None if result is None else result.id)
+            if result is not None:
+                self._report_resumed(result)
             self.done = True
             if self.on_restored is not None:
                 self.on_restored()
@@ -190,6 +193,8 @@ class RunClaim:
         options: Any = {
             "takeover": self._takeover,
             "observe": self._watch,
+            "wait_s": self._wait_s,
+            "waiting": self._emitter.emit,
             "trouble": self._report_trouble,
             "report": self._warn,
             "withdrawn": self._withdrawn,
@@ -215,7 +220,7 @@ class RunClaim:
         run_registry.await_writing(key, WRITING_S)
         earlier = run_registry.live(key)
         if earlier is not None:
-            self._warn(f"an earlier Checkpointer of this process still owned run {self._run!r}; it is closed")
+            self._warn(f"closing the Checkpointer that this process has on run {self._run}: this one takes its place")
             earlier.close_replaced()
 
     def _restore_anew(self) -> tuple[CheckpointId | None, CheckpointId | None]:
@@ -224,6 +229,12 @@ class RunClaim:
         self.done = False
         self.restore()
         return self._newest, self.parent
+
+    def _report_resumed(self, result: RestoreResult) -> None:
+        image = self.restored_image
+        where, age_s = self._repo.url, None if image is None else image.footer.age_s
+        base = None if image is None else image.verdict.base
+        self._emitter.emit(Resumed(result.id, where, result.bytes, result.seconds, age_s, base))
 
     def _warn(self, message: str) -> None:
         self._emitter.emit(Warned(message, self._run))

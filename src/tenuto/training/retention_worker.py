@@ -3,7 +3,6 @@ save never waits for files to be unlinked, and at a lower priority than training
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -95,9 +94,7 @@ class RetentionWorker:
                 return self._retain(attempt) + self._clean_places(attempt, everybody=everybody)
             except Exception as error:  # noqa: BLE001 - a policy of the user's may raise anything; training goes on
                 reason = error.message if isinstance(error, TenutoError) else repr(error)
-                # Where warnings are errors the event has reported it: in this thread nothing would catch one.
-                with contextlib.suppress(Warning):
-                    self._warn(f"retention of run {attempt.run!r} did not finish: {reason}")
+                self._warn(f"retention of run {attempt.run!r} did not finish: {reason}")
                 return 0
 
     def _retain(self, attempt: Attempt) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +28,7 @@ from tenuto.errors import (
     StateError,
     TenutoError,
 )
-from tenuto.events import Emitter, SaveDelayed, SaveFailedEvent, SaveSkipped, Warned
+from tenuto.events import Emitter, Event, SaveDelayed, SaveFailedEvent, SaveSkipped
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
@@ -165,12 +163,12 @@ class RunSaver:
         """`group`: the ranks with which this process saves."""
         self.repo = repo
         self.run = run = settings.run
-        report_to(repo.store, self.warn)
+        report_to(repo.store, self.report)
         self.policy = settings.save
         self.group = group
         self._coordinates = group.coordinates
         self._divided_policy = split_by_agreement(settings.save)
-        self.retention = RetentionWorker(repo, settings.keep, emitter=emitter, warn=self.warn, group=group)
+        self.retention = RetentionWorker(repo, settings.keep, emitter=emitter, warn=self.report, group=group)
         self._on_error = settings.on_error
         self._emitter = emitter
         self.memory: MemoryCadence | None = None
@@ -184,7 +182,7 @@ class RunSaver:
                 budget=settings.memory_budget,
                 in_flight=settings.in_flight,
                 emitter=emitter,
-                warn=self.warn,
+                warn=self.report,
                 group=group,
             )
         protocol = group.protocol(repo)
@@ -209,15 +207,13 @@ class RunSaver:
         self.lock = threading.Lock()
         self._failure: TenutoError | None = None
         self.exit_status = ExitStatus(f"run {run}")
-        self._notes = DeferredNotes(repo, warn=self.warn)
+        self._notes = DeferredNotes(repo, warn=self.report)
         self._unlogged = UnloggedMetrics(settings.save, self.warn)
         self._saved_metrics = SavedMetrics(settings.save)
         self.totals = SaveTotals()
         self.first_step = 0
         """The step that training in this process began at."""
         self._started_s = time.monotonic()
-        self._warned_of = ""
-        """The failure that was warned of, numbers left out: the same one again is not, until a save commits."""
         self._last_saved_s: float | None = None
         self._reported_stuck: Save | None = None
         self._loss: RanksError | None = None
@@ -230,7 +226,7 @@ class RunSaver:
 
     def capture_fenced(self, state: Any) -> None:
         """Has what optimizers in `state` own copied in the background from now on."""
-        found = gate(state, lambda message: self._emitter.emit(Warned(message, self.run)))
+        found = gate(state, self.report)
         if found is None:
             self.warn('capture="fenced" finds no optimizer to wait for, since torch is not loaded: saves are eager')
         self.saver.fencing = FencedCapture(found, self._emitter, self.warn)
@@ -348,11 +344,13 @@ class RunSaver:
             return
         if time.monotonic() - oldest.moved_s >= handles.STANDSTILL_S:
             self._reported_stuck = oldest
-            self._fail(oldest.stuck())
+            stuck = oldest.stuck()
+            self.report(str(stuck))
+            self._fail(stuck)
 
     def _not_taken(self, save: Save, error: TenutoError) -> Save:
         save.end(error)
-        self._emitter.emit(SaveFailedEvent(save.id, error.message, save.phase))
+        self._emitter.emit(SaveFailedEvent(save.id, error.message, save.phase, error.hint or ""))
         self._fail(error)
         self.last = save
         return save
@@ -424,23 +422,19 @@ class RunSaver:
             self._free_run(error)
 
     def _free_run(self, error: RanksError) -> None:
-        # Where warnings are errors the event has reported it: in this thread nothing would catch one.
-        with contextlib.suppress(Warning):
-            self.warn(str(error))
+        self.report(str(error))
         # Nothing may be written or removed here once another process owns the run, however long that takes.
         told = False
         for join in (*(save.join for save in self.saver.in_flight), self.saver.join, self.retention.join):
             while not join(LOSS_S):
                 if not told:
                     told = True
-                    self._emitter.emit(
-                        Warned("the run is not given back yet: what is in flight has not ended", self.run)
-                    )
+                    self.report("the run is not given back yet: what is in flight has not ended")
         try:
             if self.attempt is not None:
                 self.attempt.release()
         except TenutoError as trouble:
-            self._emitter.emit(Warned(f"the run is not given back: {trouble.message}", self.run))
+            self.report(f"the run is not given back: {trouble.message}")
 
     def note(self, save: Save, metrics: Mapping[str, float]) -> None:
         """Notes metrics of a save that is taken already, once it is committed."""
@@ -495,7 +489,7 @@ class RunSaver:
         try:
             within(timeout, f"noting metrics of run {self.run}", self._notes.write, subject=self.run)
         except DeadlineExceeded as error:
-            self.warn(str(error))
+            self.report(str(error))
 
     def _ended(self, save: Save) -> None:
         """Follows each save, in the writing thread."""
@@ -504,25 +498,29 @@ class RunSaver:
             self._notes.write()
             return
         self.exit_status.clear()
-        self._warned_of = ""
         self._notes.write()
         if self.attempt is not None:
             self.retention.after_commit(self.attempt, save.step)
 
     def _fail(self, error: TenutoError) -> None:
-        """Reports a failure at once, and by the exit status unless a later save commits."""
+        """Reports a failure by the exit status unless a later save commits, and at the next call where that is
+        wanted."""
         self.exit_status.fail(error.message)
         raises = self._on_error == "raise" and not isinstance(error, SaveTorn)  # the next save takes its place
         if raises or isinstance(error, OwnershipError):
             with self.lock:
                 self._failure = error
-        what = re.sub(r"\d+", "", str(error))
-        if not isinstance(error, OwnershipError) and what != self._warned_of:
-            self._warned_of = what
-            self.warn(str(error))
+
+    def emit(self, event: Event) -> None:
+        self._emitter.emit(event)
 
     def warn(self, message: str) -> None:
+        """Warns of what the user's code does, at the line that it is about."""
         self._emitter.warn(message, self.run)
+
+    def report(self, message: str) -> None:
+        """Reports what happened to saves, to what was saved, or to training's time."""
+        self._emitter.report(message, self.run)
 
     def _make_room(self) -> bool:
         return self.attempt is not None and self.retention.now(self.attempt, everybody=True) > 0

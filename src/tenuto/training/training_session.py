@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from tenuto import events
+from tenuto import events, log_lines
 from tenuto.certify.proof import proof_of_running
 from tenuto.concurrency.interruption import undisturbed
 from tenuto.engine.group.group import leave_on_error, training_group
@@ -233,9 +233,9 @@ class TrainingSession:
         found = self.claiming.restored
         if found is before or found is None:
             return True
-        self.saving.warn(
-            f"step {step + 1} is dropped: another process had committed step {found.step} before this one owned the "
-            "run, and training goes on from there"
+        self.saving.report(
+            f"step {step + 1} is dropped: another process committed step {found.step} before this one owned the run, "
+            "and training resumes from there"
         )
         return False
 
@@ -258,7 +258,6 @@ class TrainingSession:
         self._refuse_if_closed()
         self.open = False
         self.position.complete_step(own_loop=self._foreign_loop and self.loop is None)
-        self._warn_of_uncounted_batches()
         self._consider(epoch_ended=epoch_ended, ending=ending)
         self._act_on_signal()  # one that came meanwhile: the next step's batch may be long in coming
 
@@ -305,7 +304,7 @@ class TrainingSession:
         self._late_metrics.mark()
 
     def _warn_of_uncounted_batches(self) -> None:
-        """Warns, once, where there is data and the loop takes its batches past it."""
+        """Warns, once, of a save where there is data and the loop takes its batches past it."""
         if self.position.uncounted and not self._warned_of_uncounted:
             self._warned_of_uncounted = True
             self.saving.warn(f"a resume is not exact: {UNCOUNTED}. {COUNTED_FORMS}")
@@ -392,6 +391,7 @@ class TrainingSession:
     ) -> Save | None:
         """Takes a save of the state as it is now; the rest as in `RunSaver.take`."""
         due_s = time.monotonic()
+        self._warn_of_uncounted_batches()
         flattened = self._snapshots.now()
         about = self._snapshots.about(parent=self._parent, metrics=self.metrics, reason=reason)
         if stale := self._stale_counts.check(self.step, self.position.counters.epoch):
@@ -422,7 +422,7 @@ class TrainingSession:
         if mark.step != self.step or not self.unsaved:
             return
         if not self._snapshots.untouched(mark, plain=False):
-            self.saving.warn(f"step {mark.step} is not saved, though {reason}: the state has changed since that step")
+            self.saving.report(f"step {mark.step} is not saved, though {reason}: the state has changed since that step")
             return
         about = self._snapshots.about(parent=self._parent, metrics=self.metrics, reason=reason, progress=mark.progress)
         self.saving.take(mark.flattened, mark.step, about, wait=True, must=True)
@@ -457,6 +457,8 @@ class TrainingSession:
             return
         self.closed = True
         self._preemption.hold_back()
+        if self.saving.attempt is not None:
+            self.saving.attempt.leave()
         until = time.monotonic() + timeout
         spare = min(GIVE_BACK_S, timeout / 4)
         try:
@@ -473,10 +475,15 @@ class TrainingSession:
         incomplete = self.open and self.saving.attempt is not None
         lacks, left = replaced and self._lacks_last_save, self._left_behind and not replaced
         warn_of_unsaved(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left)
+        if ended_well and not (replaced or incomplete or left):
+            self.saving.warn_of_unlogged_metrics()
+        if leaves := ended_well and self._preemption.owed and sys.exc_info()[0] is None:
+            self._preemption.prepare_to_leave()  # it came behind the last step of several ranks, or during this close
+        self._preemption.report_leaving(self.saving, self.step)
         if ended_well:
             self.saving.raise_failure()
-            if self._preemption.owed and sys.exc_info()[0] is None:
-                self._preemption.leave()  # for what came behind the last step of several ranks, or during this close
+            if leaves:
+                self._preemption.leave()
 
     def _end(self, timeout: float, *, quietly: bool = False, well: bool = False) -> None:
         """Gives everything back. `quietly`: something worse is being raised already, and the rest is a warning."""
@@ -489,7 +496,7 @@ class TrainingSession:
         except TenutoError as error:
             if not quietly:
                 raise
-            events.warn(str(error))
+            self.saving.report(str(error))
         finally:
             self.saving.part(timeout, well=well)
 
@@ -522,6 +529,7 @@ class TrainingSession:
         self.saving.raise_failure()
         if self._probe is not None:
             self._probe.completed()
+        log_lines.flush()
         group = self.saving.group
         signal = group.completed(self.step, self._preemption.signal, ending=ending or self.stopping)
         moment = self._moment(
@@ -578,9 +586,11 @@ class TrainingSession:
     def _signal_came(self, name: str) -> None:
         """Acts on a signal, in the main thread between two instructions of the user's code, where no step is open. In a
         loop of the user's own it is not known where a step begins: the next `step_done` sees the signal, or `close`."""
-        if self.open or self.saving.attempt is None or not self.saving.group.acts_at_once:
+        if self.saving.attempt is None:
             return
-        if self._foreign_loop and self.loop is None:
+        in_step = self.open or (self._foreign_loop and self.loop is None)
+        self._preemption.report_signal(self.saving, self.step, in_step=in_step)
+        if in_step or not self.saving.group.acts_at_once:
             return
         self._preemption.hold_back()
         with undisturbed:
@@ -592,5 +602,6 @@ class TrainingSession:
     def _leave(self, name: str | None = None) -> None:
         """Ends the process as the signal asked, with everything that is in flight committed."""
         self._preemption.hold_back()
+        self._preemption.prepare_to_leave(name)
         self.saving.wait_to_leave(CLOSE_DEADLINE_S)
-        self._preemption.leave(name)
+        self._preemption.leave()

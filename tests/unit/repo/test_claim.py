@@ -15,6 +15,7 @@ from tenuto.concurrency.deadlines import Clock
 from tenuto.concurrency.process import judge, this_process
 from tenuto.crashpoints import armed
 from tenuto.errors import CheckpointNotFound, RunInUse, StoreUnavailable, Superseded
+from tenuto.events import WaitingForOwner
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, Owner, Receipt
 from tenuto.repo.commit import begin, commit
@@ -88,9 +89,17 @@ def ended_process() -> Owner:
     return replace(this_process(), pid=pid, started=found.started)
 
 
-def beat(repo: Repo, record: AttemptRecord, number: int, *, closed: bool = False, released: bool = False) -> None:
+def beat(
+    repo: Repo,
+    record: AttemptRecord,
+    number: int,
+    *,
+    closed: bool = False,
+    released: bool = False,
+    leaving: bool = False,
+) -> None:
     data = encode_lease(
-        LeaseRecord(number, record.id, record.parent, closed, released), record.run, record.number, repo.id
+        LeaseRecord(number, record.id, record.parent, closed, released, leaving), record.run, record.number, repo.id
     )
     name = object_names.numbered(object_names.lease_directory(record.run, record.number), number)
     repo.store.put_if_absent(name, Bytes(data), token="x")
@@ -186,13 +195,47 @@ def test_an_ended_process_is_claimed_over_at_once(make: Any, time: Time, take: C
 def test_a_live_process_is_waited_for_and_then_named(make: Any, time: Time, take: Claim) -> None:
     owner = replace(this_process(), pid=os.getppid(), started=_started(os.getppid()))
     make.attempt(1, owner=owner)
-    told: list[str] = []
+    told: list[WaitingForOwner] = []
     with pytest.raises(RunInUse, match=f"process {owner.pid} of ") as caught:
-        take(wait_s=60.0, report=told.append)
+        take(wait_s=60.0, waiting=told.append)
     assert 60 <= time.seconds < 62
     assert "takeover=True" in str(caught.value)
-    assert len(told) == 1
+    (waits,) = told
+    assert (waits.run, waits.pid, waits.host, waits.state) == ("gpt", owner.pid, owner.host, "its process is running")
+    assert 57 <= waits.seconds <= 58, "what is left of the minute after two seconds"
     assert take(takeover=True, wait_s=0.0).number == 2
+
+
+def test_one_that_stays_is_waited_for_a_few_seconds_and_one_that_leaves_a_minute(
+    repo: Repo, make: Any, time: Time, take: Claim
+) -> None:
+    owner = replace(this_process(), pid=os.getppid(), started=_started(os.getppid()))
+    record = make.attempt(1, owner=owner)
+    beat(repo, record, 1)
+    with pytest.raises(RunInUse, match="its process is running"):
+        take()
+    assert 5 <= time.seconds < 6
+    beat(repo, record, 2, leaving=True)
+    time.seconds = 0
+    with pytest.raises(RunInUse, match="it is leaving"):
+        take()
+    assert 60 <= time.seconds < 62
+
+
+def test_one_that_is_told_to_leave_meanwhile_is_waited_for(repo: Repo, make: Any, time: Time, take: Claim) -> None:
+    owner = replace(this_process(), pid=os.getppid(), started=_started(os.getppid()))
+    record = make.attempt(1, owner=owner)
+
+    def step() -> None:
+        last = read_last(repo, "gpt", 1)[0]
+        if time.seconds > 3 and last == 0:
+            beat(repo, record, 1, leaving=True)
+        elif time.seconds > 30 and last == 1:
+            beat(repo, record, 2, released=True)
+
+    time.each = step
+    assert take().number == 2
+    assert 30 < time.seconds < 32
 
 
 def _started(pid: int) -> str:
@@ -208,12 +251,12 @@ def test_a_process_that_ends_while_waited_for_is_claimed_over(repo: Repo, make: 
     record = make.attempt(1, owner=owner)
 
     def close() -> None:
-        if time.seconds > 5 and read_last(repo, "gpt", 1)[0] == 0:
+        if time.seconds > 3 and read_last(repo, "gpt", 1)[0] == 0:
             beat(repo, record, 1, released=True)
 
     time.each = close
     assert take().number == 2
-    assert 5 < time.seconds < 7
+    assert 3 < time.seconds < 5
 
 
 def test_an_owner_elsewhere_is_dead_when_its_lease_does_not_move(

@@ -201,7 +201,7 @@ def test_a_run_in_use_is_told_with_its_owner(repo: Repo, release: list[Any]) -> 
     assert said(RunInUse, lambda: claim(repo, "gpt", None, beat_s=SLOW)) == (
         f"run 'gpt' at {repo.url} is in use: attempt 1 belongs to this very process (which has not closed it)",
         "gpt",
-        "stop that process, use another run name, or pass takeover=True",
+        "stop that process, wait for it with wait_for_owner=600, use another run name, or pass takeover=True",
     )
     assert repr(release[0]) == "Attempt(gpt/1)"
     assert len(release[0].id) == 32

@@ -24,7 +24,7 @@ EVENTS = [
     events.Progress("save", str(ID), 1, 2),
     events.PackWritten(ID, "rank-00000.safetensors", 3 << 30, 1.5),
     events.Committed(ID, 3 << 30, 1.75, Timing(write_s=1.5, bytes=3 << 30)),
-    events.SaveFailedEvent(ID, "no space left", "writing the index"),
+    events.SaveFailedEvent(ID, "no space left", "writing the index", "free space"),
     events.SaveSkipped("gpt", 510, "the last save is still being written"),
     events.CandidateSkipped(ID, "rank-00000.safetensors is 3 bytes short"),
     events.RestoredEvent(ID, 3 << 30, 0.5),
@@ -35,6 +35,16 @@ EVENTS = [
     events.SavedToMemory(ID, 3 << 30, 0.12, 0.25),
     events.RestoredFromMemory(ID, 4.0, ID),
     events.SaveDelayed("gpt", 520, 0.25),
+    events.Resumed(ID, "ckpts", 3 << 30, 0.5),
+    events.Resumed(ID, "ckpts", 3 << 30, 0.5, 4.0, CheckpointId("gpt", 6, 300)),
+    events.PassedOver("ckpts", ((ID, "w is cut"), (ID, "gone")), CheckpointId("gpt", 6, 300)),
+    events.WaitingForOwner("gpt", "process 5 of me on here", 5, "here", "it is leaving", 58.0),
+    events.NothingToDo("gpt", 120, 100, "step"),
+    events.SignalReceived("gpt", "SIGTERM", 500, True),
+    events.SignalReceived("gpt", "SIGINT", 500, False),
+    events.Leaving("gpt", "SIGTERM", 500, ID, "ckpts", 143),
+    events.Leaving("gpt", "SIGINT", 502, ID, "ckpts", None),
+    events.Leaving("gpt", "SIGTERM", 3, None, "ckpts", 143),
 ]
 
 
@@ -54,24 +64,37 @@ class Terminal(io.StringIO):
 
 def test_the_story_is_one_line_for_what_a_person_wants_to_know():
     assert [sentence(event) for event in EVENTS] == [
-        "gpt: attempt 7 begins, from gpt/a0006/300",
-        "gpt: attempt 1 begins, from nothing",
-        "saving gpt/a0007/500: 3.00 GiB in 1 leaf (step 500 (every 100 steps))",
-        "captured gpt/a0007/500: training was held for 0.12 s",
+        "claimed run gpt as attempt 7, after gpt/a0006/300",
+        "claimed run gpt as attempt 1, from nothing",
+        "saving step 500 of run gpt: 3.00 GiB in 1 leaf (step 500 (every 100 steps))",
+        "copied step 500 of run gpt: training was blocked for 0.12 s",
         None,
         None,
-        "saved gpt/a0007/500: 3.00 GiB in 1.75 s",
-        "the save of gpt/a0007/500 FAILED while writing the index: no space left",
-        "gpt: step 510 is not saved: the last save is still being written",
-        "gpt/a0007/500 is damaged and was passed over: rank-00000.safetensors is 3 bytes short",
-        "restored gpt/a0007/500: 3.00 GiB in 0.50 s",
-        "removed gpt/a0007/500: not among the newest 3",
+        "saved step 500 of run gpt (3.00 GiB in 1.75 s)",
+        "the save of gpt/a0007/500 failed while writing the index: no space left; free space",
+        "skipped the save of step 510 of run gpt: the last save is still being written",
+        "step 500 of run gpt is damaged and was passed over: rank-00000.safetensors is 3 bytes short",
+        "restored step 500 of run gpt (3.00 GiB in 0.50 s, verified)",
+        "removed step 500 of run gpt: not among the newest 3",
         "model/embed.weight is captured eagerly from now on: it was changed in place",
         "shared memory does not fit",
-        "gpt: put 3 has waited 2.00 s for rank 1 (last reported 'writing', 3.0 s ago)",
-        "gpt/a0007/500 is sealed in memory: 3.00 GiB in 0.25 s",
-        "going on from memory: gpt/a0007/500, sealed 4.00 s ago; the newest durable checkpoint is gpt/a0007/500",
-        "gpt: the save of step 520 has waited 0.25 s for the one before",
+        "run gpt has waited 2.00 s in put 3 for rank 1 (last reported 'writing', 3.0 s ago)",
+        "sealed step 500 of run gpt in memory (3.00 GiB in 0.25 s)",
+        "restored step 500 of run gpt from memory, sealed 4.00 s ago",
+        "the save of step 520 of run gpt blocked training for 0.25 s, until the one before was written",
+        "resumed run gpt at step 500 from ckpts (3.00 GiB in 0.50 s, verified)",
+        "resumed run gpt at step 500 from memory, sealed 4.00 s ago (3.00 GiB in 0.50 s, verified); "
+        "the newest checkpoint in ckpts is step 300",
+        "step 500 of run gpt is damaged and was passed over, as were 1 more, for step 300 (w is cut); "
+        "run `tenuto verify ckpts --run gpt`",
+        "waiting up to 58.0 s for process 5 of me on here, which owns run gpt: it is leaving",
+        "run gpt is at step 120, so steps(100) has nothing left to do; ask for more, or begin another run with run=...",
+        "SIGTERM: finishing step 501, then saving run gpt and leaving",
+        "SIGINT: step 500 is done; saving run gpt and leaving; Ctrl-C again stops at once",
+        "SIGTERM: leaving with status 143; step 500 of run gpt is saved in ckpts",
+        "SIGINT: leaving as an earlier handler of the signal says; step 500 of run gpt is saved in ckpts, "
+        "2 steps behind",
+        "SIGTERM: leaving with status 143; nothing of run gpt is saved in ckpts",
     ]
 
 
@@ -163,19 +186,24 @@ def test_log_levels(caplog):
         LogSink().emit(event)
     told = [(record.levelname, record.getMessage().split()[0]) for record in caplog.records]
     assert told == [
-        ("INFO", "gpt:"),
-        ("INFO", "gpt:"),
         ("INFO", "saved"),
         ("ERROR", "the"),
-        ("WARNING", "gpt:"),
-        ("WARNING", "gpt/a0007/500"),
-        ("INFO", "restored"),
+        ("WARNING", "skipped"),
         ("INFO", "removed"),
         ("WARNING", "model/embed.weight"),
         ("WARNING", "shared"),
-        ("INFO", "gpt:"),
-        ("INFO", "going"),
-        ("INFO", "gpt:"),
+        ("WARNING", "run"),
+        ("INFO", "the"),
+        ("INFO", "resumed"),
+        ("INFO", "resumed"),
+        ("WARNING", "step"),
+        ("WARNING", "waiting"),
+        ("INFO", "run"),
+        ("INFO", "SIGTERM:"),
+        ("INFO", "SIGINT:"),
+        ("INFO", "SIGTERM:"),
+        ("INFO", "SIGINT:"),
+        ("INFO", "SIGTERM:"),
     ]
 
 

@@ -24,7 +24,7 @@ from tenuto.engine.save.handle import Save
 from tenuto.engine.save.saver import Saver
 from tenuto.engine.staging import pool
 from tenuto.engine.staging.pool import StagingPool
-from tenuto.errors import DeadlineExceeded, SaveFailed, StoreError, StoreFull, Superseded, TenutoWarning, UsageError
+from tenuto.errors import DeadlineExceeded, SaveFailed, StoreError, StoreFull, Superseded, UsageError
 from tenuto.events import Captured, Event, Removed, SaveDelayed, SaveFailedEvent, SaveSkipped, SaveStarted, Warned
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo
@@ -308,7 +308,7 @@ def test_a_capture_that_breaks_off_gives_its_image_back(place: Path, monkeypatch
             patched.setattr("tenuto.engine.staging.capture.Capturer.capture", breaks)
             for number in range(3):
                 # Of the same failure one warning, until a save commits.
-                with pytest.warns(TenutoWarning, match="today") if not number else nullcontext():
+                with said("today") if not number else nullcontext():
                     failed = step_on(ckpt, one)
                 with pytest.raises(SaveFailed, match="today"):
                     failed.wait(60)
@@ -450,7 +450,7 @@ def test_a_save_that_hangs_and_was_given_up_still_has_its_image(place: Path, mon
     ckpt = built(store, one, 2, on_busy="skip", sinks=[told])
     with monkeypatch.context() as patched:
         patched.setattr("tenuto.engine.save.handle.STANDSTILL_S", 0.05)
-        with pytest.warns(TenutoWarning, match="has not got on"), pytest.raises(DeadlineExceeded):
+        with said("has not got on"), pytest.raises(DeadlineExceeded):
             step_on(ckpt, one, wait=True)
     saver = saver_of(ckpt)
     assert (saver.in_flight, len(saver._with_image), saver.free) == ([], 1, True)
@@ -544,7 +544,7 @@ def test_what_a_save_has_waited_for_in_vain_is_counted(place: Path, monkeypatch:
     with built(store, one, 1) as ckpt:
         step_on(ckpt, one)
         spent = ckpt._armed(needed=True).saving.totals
-        with monkeypatch.context() as patched, pytest.warns(TenutoWarning, match="no save of step 2"):
+        with monkeypatch.context() as patched, said("no save of step 2"):
             patched.setattr(Saver, "await_free", lambda saver, timeout: False)
             assert step_on(ckpt, one).error is not None
         assert [save.step for save, _ in spent._stalls] == [1, 2] and spent.stalls_s[1] > 0

@@ -31,7 +31,9 @@ NOT_NEEDED = (
     "tenuto.maintenance",
     "tenuto.policy",
     "tenuto.repo.ownership",
-    "tenuto.telemetry",
+    "tenuto.telemetry.log",
+    "tenuto.telemetry.jsonlines",
+    "tenuto.telemetry.progress",
     "tenuto.training",
     "torch",
 )

@@ -66,6 +66,7 @@ def test_it_leaves_with_the_status_that_schedulers_know(
     monkeypatch.setattr(exit_status._ending, "code", 0)
     ask()
     with pytest.raises(Preempted) as left:
+        leaving.prepare_to_leave()
         leaving.leave()
     assert left.value.code == exit_status._ending.code == 128 + signal.SIGUSR1
 

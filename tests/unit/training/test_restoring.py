@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.said import said
 from support.tiny_training import flip, flip_leaf, state, steps_of
 from tenuto import every, keep
 from tenuto.engine.save.job import ManifestDetails
@@ -26,7 +27,6 @@ from tenuto.errors import (
     StateMismatch,
     StoreDenied,
     TenutoError,
-    TenutoWarning,
 )
 from tenuto.events import CandidateSkipped, Event
 from tenuto.repo.lineage import latest, walk
@@ -81,7 +81,7 @@ def test_i3_a_damaged_checkpoint_is_passed_over_loudly_for_the_one_before(
 ) -> None:
     damage(trained)
     sink = Recorded()
-    with pytest.warns(TenutoWarning, match="main/a0001/3 cannot be restored and is passed over .*a0001/2 is taken"):
+    with said("step 3 of run main is damaged and was passed over for step 2"):
         restored = tenuto.load(trained, sinks=[sink])
     assert restored.step == 2
     assert np.all(restored.state["w"] == 2)
@@ -90,7 +90,7 @@ def test_i3_a_damaged_checkpoint_is_passed_over_loudly_for_the_one_before(
     one = state()
     with (
         tenuto.Checkpointer(trained, one, save=every(steps=1), keep=ALL) as ckpt,
-        pytest.warns(TenutoWarning, match="main/a0001/3 cannot be restored and is passed over .*a0001/2 is taken"),
+        said("step 3 of run main is damaged and was passed over for step 2"),
     ):
         assert list(ckpt.steps(3)) == [2]
         assert np.all(one["w"] == 2)

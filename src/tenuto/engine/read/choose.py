@@ -17,7 +17,7 @@ from tenuto.codec.chunk_map import Span
 from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.engine.read.leaf_reader import read_leaves
 from tenuto.errors import CheckpointNotFound, CorruptionError, NothingRestorable, StoreError, in_words, typed
-from tenuto.events import CandidateSkipped, Emitter, RestoredEvent, Warned, warn
+from tenuto.events import CandidateSkipped, Emitter, PassedOver, RestoredEvent, Warned
 from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.leaf import LeafSpec
@@ -109,17 +109,11 @@ def restore_latest(
     return None if result is None else replace(result, skipped=tuple(skipped))
 
 
-def warn_of_skipped(url: str, skipped: Sequence[Skipped], taken: CheckpointId | None) -> None:
-    """Issues one warning for the newer checkpoints that were passed over for `taken` (None: for nothing). Sinks hear of
-    each when it happens; where there is none, training would go back by some steps without anybody knowing."""
+def report_skipped(emitter: Emitter, url: str, skipped: Sequence[Skipped], taken: CheckpointId | None) -> None:
+    """Reports, in one event, the newer checkpoints that were passed over for `taken` (None: for nothing): training goes
+    back by some steps."""
     if skipped:
-        (id, reason), more = skipped[0], len(skipped) - 1
-        others = f", as {more} more are" if more else ""
-        instead = "nothing is left to restore" if taken is None else f"{taken} is taken instead"
-        warn(
-            f"{id} cannot be restored and is passed over{others} ({reason}); {instead}; "
-            f"`{typed('tenuto', 'verify', url, '--run', id.run)}` names what is damaged there"
-        )
+        emitter.emit(PassedOver(url, tuple(skipped), taken))
 
 
 def exactly(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Result]) -> Result:
@@ -151,7 +145,7 @@ def choose(
         why = f"what lies there {origin.words(repo.id)}"
         misplaced.append((id, why))
         if len(misplaced) == 1:  # a copied attempt may have thousands
-            emit.warn(f"{id} is passed over: {why}", run)
+            emit.report(f"{id} is passed over: {why}", run)
         if origin.repository != repo.id:  # a copy beside its original is no loss
             skipped.append((id, why))
             emit.emit(CandidateSkipped(id, why))

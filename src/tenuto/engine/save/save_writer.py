@@ -81,7 +81,7 @@ class SaveWriter:
                 hint=getattr(cause, "hint", None) or typed("tenuto", "ls", self._repo.url),
             )
             failure.__cause__ = cause
-        self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase))
+        self._emitter.emit(SaveFailedEvent(save.id, failure.message, save.phase, failure.hint or ""))
         return failure
 
     def _closed(self, job: Job, attempt: Attempt, error: BaseException) -> bool:

@@ -379,7 +379,7 @@ class Saver:
         if before is not None:  # the run was claimed by another process: nothing of it is put
             lost = Superseded(f"{save.id} is not saved: {before.message}", subject=before.subject, hint=before.hint)
             self._protocol.failed(save, lost)
-            self._emitter.emit(SaveFailedEvent(save.id, lost.message, save.phase))
+            self._emitter.emit(SaveFailedEvent(save.id, lost.message, save.phase, lost.hint or ""))
             return lost
         attempt.unsettled.add(save.id)
         failure = self._writer.write(job, attempt)

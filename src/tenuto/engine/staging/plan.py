@@ -14,7 +14,7 @@ from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.engine.staging.arena import Arena
 from tenuto.engine.staging.buffer_layout import BufferLayout, plan_layout
 from tenuto.engine.staging.capture import STEPS_IN_WINDOW, Capturer
-from tenuto.events import Emitter, Warned
+from tenuto.events import Emitter
 from tenuto.model.canonical_json import Spelled
 from tenuto.repo.format.index import ShapeRows
 from tenuto.repo.format.manifest import leaf_table
@@ -136,7 +136,9 @@ class StagingBuffer(Generic[Source]):
                 arena = self.memory.acquire(layout.nbytes, step=step)
                 capturer = Capturer(flattened, layout, arena)
         if arena.note:
-            self._emitter.emit(Warned(f"the image lies in {arena.kind}: {arena.note}"))
+            self._emitter.report(
+                f"saves are staged in memory of this process, since shared memory is not available ({arena.note})"
+            )
         self.plan = SavePlan(
             flattened.fingerprint,
             self._rank,

@@ -29,6 +29,7 @@ class LeaseRecord:
     - `id`, `parent`: of the attempt, repeated so that no single damaged object hides its origin.
     - `closed`: no unfinished save of an earlier attempt is left.
     - `released`: the owner is done.
+    - `leaving`: the owner saves what is left to save, and is done then.
     """
 
     number: int
@@ -36,6 +37,7 @@ class LeaseRecord:
     parent: CheckpointId | None
     closed: bool
     released: bool
+    leaving: bool = False
 
 
 def encode_attempt(record: AttemptRecord, repository: str) -> bytes:
@@ -130,6 +132,7 @@ def encode_lease(lease: LeaseRecord, run: str, attempt: int, repository: str) ->
         {
             "closed": lease.closed,
             "id": lease.id,
+            **({"leaving": True} if lease.leaving else {}),
             "parent": checkpoint_json(lease.parent),
             "released": lease.released,
         },
@@ -141,4 +144,5 @@ def decode_lease(data: bytes, run: str, attempt: int, number: int, repository: s
     found = objects.decode("lease", numbered(lease_directory(run, attempt), number), data, repository)
     parent = found.checkpoint("parent")
     check_parent(parent, run, attempt, found)
-    return LeaseRecord(number, found.hex("id", 32), parent, found.flag("closed"), found.flag("released"))
+    leaving = found.flag("leaving") if "leaving" in found.values else False
+    return LeaseRecord(number, found.hex("id", 32), parent, found.flag("closed"), found.flag("released"), leaving)

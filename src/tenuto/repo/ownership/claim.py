@@ -10,6 +10,7 @@ from typing import Final
 from tenuto.concurrency.process import judge, this_process
 from tenuto.crashpoints import crashpoint
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, RunInUse, Superseded, TenutoError, typed
+from tenuto.events import WaitingForOwner
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, check_run, run_key
 from tenuto.model.records import AttemptRecord
@@ -25,8 +26,14 @@ from tenuto.repo.unfinished import close_save, close_unfinished
 _POLL_S: Final = 0.25
 DYING_S: Final = 60.0
 """How long a claim waits for an owner that is alive: it may be dying."""
+STAYING_S: Final = 5.0
+"""How long it waits for one whose process this host sees running, and that has not said that it is leaving: what makes
+it leave may have reached it by then."""
+SAID_S: Final = 2.0
+"""A claim says that it waits once it has waited for so long."""
 
 Report = Callable[[str], None]
+Waiting = Callable[[WaitingForOwner], None]
 
 
 class Attempt:
@@ -81,6 +88,11 @@ class Attempt:
                 hint="let one of the two processes train, or give each a run of its own",
             )
 
+    def leave(self) -> None:
+        """Lets others know that this process is about to give the run back, so that they wait for it. No I/O."""
+        if os.getpid() == self._pid and self._lease is not None:
+            self._lease.leave()
+
     def release(self, timeout: float | None = None) -> None:
         """Gives the run back. Once, until `resume`; in a forked child it does nothing. Raises what `Lease.release`
         raises: the run then counts as used until its lease runs out."""
@@ -129,14 +141,16 @@ def claim(
     beat_s: float = BEAT_S,
     trouble: Trouble | None = None,
     report: Report | None = None,
+    waiting: Waiting | None = None,
     before_put: Callable[[], object] | None = None,
     withdrawn: set[int] | None = None,
 ) -> Attempt:
     """Claims the run's next attempt, whose training resumes from `parent` (None: from nothing).
 
-    Claims over a dead owner at once; waits for one that may be dying, `wait_s` (a minute) at most, and then raises
-    RunInUse, or claims over it with `takeover`. `observe`: a watch begun earlier (before the restore), so that a lease
-    has begun to run out. Afterwards closes and frees unfinished saves of earlier attempts.
+    Claims over a dead owner at once. Waits for one that is leaving, or that this host cannot see, a minute at most; for
+    one that runs on this host and is not leaving a few seconds; for any of them `wait_s` where that is given. Then
+    raises RunInUse, or claims over it with `takeover`. `observe`: a watch begun earlier (before the restore), so that a
+    lease has begun to run out. Afterwards closes and frees unfinished saves of earlier attempts.
 
     Raises CheckpointNotFound if `parent` vanished or is being removed: where that was seen only after the claim, the
     attempt stays, as one that resumes from there and has no commit. `claim_newest` tries again, and walks I4 again
@@ -147,14 +161,14 @@ def claim(
     not called before an owner is claimed over alive: only the claim stops that one. `withdrawn`: the number of an
     attempt that was put and given back is added; who claims again walks as if it had never been.
 
-    `trouble` receives lease beats that fail, `report` damage that was passed over, and that the claim waits.
+    `trouble` receives lease beats that fail, `report` damage that was passed over, `waiting` that the claim has waited
+    for two seconds.
     """
     run = run_key(check_run(run))
     watch = observe or OwnerWatch(repo, run)
     warn: Report = report or (lambda message: None)
-    patience = DYING_S if wait_s is None else wait_s
     record, previous = _put_claim(
-        repo, run, parent, watch, takeover=takeover, wait_s=patience, report=warn, before_put=before_put
+        repo, run, parent, watch, takeover=takeover, wait_s=wait_s, waiting=waiting, before_put=before_put
     )
     crashpoint("attempt claimed")
     lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
@@ -183,15 +197,16 @@ def _put_claim(
     watch: OwnerWatch,
     *,
     takeover: bool,
-    wait_s: float,
-    report: Report,
+    wait_s: float | None,
+    waiting: Waiting | None,
     before_put: Callable[[], object] | None,
 ) -> tuple[AttemptRecord, OwnerFinding]:
-    deadline = watch.clock.now() + wait_s
-    waiting = False
+    began = watch.clock.now()
     while True:
         found = watch.inspect()
-        over = watch.clock.now() >= deadline
+        patience = wait_s if wait_s is not None else STAYING_S if found.staying else DYING_S
+        waited = watch.clock.now() - began
+        over = waited >= patience
         ended = found.verdict in ("free", "dead")
         if ended or (takeover and (over or found.verdict == "here")):
             if parent is not None and not repo.exists(parent):
@@ -208,12 +223,12 @@ def _put_claim(
             continue
         # An owner elsewhere whose lease has not been watched for long enough is neither: that ends within the ttl,
         # unless the store answers too slowly.
-        hopeless = watch.clock.now() >= deadline + DYING_S
+        hopeless = waited >= patience + DYING_S
         if found.verdict == "here" or (over and found.verdict == "alive") or hopeless:
             raise _in_use(repo, run, found)
-        if not waiting:
-            report(f"run {run} is owned by {_owner_words(found)}; waiting for that to end")
-            waiting = True
+        if waiting is not None and waited >= SAID_S:
+            waiting(_waiting(run, found, patience - waited))
+            waiting = None
         watch.clock.sleep(_POLL_S)
 
 
@@ -246,11 +261,18 @@ def _reached(repo: Repo, run: str, number: int) -> tuple[int, int] | None:
 
 def _in_use(repo: Repo, run: str, found: OwnerFinding) -> RunInUse:
     where = "this very process" if found.verdict == "here" else _owner_words(found)
+    since = f", since {found.record.created}" if found.record is not None and found.verdict != "here" else ""
     return RunInUse(
-        f"run {run!r} at {repo.url} is in use: attempt {found.number} belongs to {where} ({found.reason})",
+        f"run {run!r} at {repo.url} is in use: attempt {found.number} belongs to {where} ({found.reason}{since})",
         subject=run,
-        hint="stop that process, use another run name, or pass takeover=True",
+        hint="stop that process, wait for it with wait_for_owner=600, use another run name, or pass takeover=True",
     )
+
+
+def _waiting(run: str, found: OwnerFinding, left_s: float) -> WaitingForOwner:
+    owner = found.record.owner if found.record is not None else None
+    pid, host = (owner.pid, owner.host) if owner is not None else (0, "")
+    return WaitingForOwner(run, _owner_words(found), pid, host, found.reason, max(left_s, 0.0))
 
 
 def _owner_words(found: OwnerFinding) -> str:
@@ -366,6 +388,7 @@ def claim_newest(
     observe: OwnerWatch | None = None,
     trouble: Trouble | None = None,
     report: Report | None = None,
+    waiting: Waiting | None = None,
 ) -> Attempt:
     """Claims the run for work that continues from `newest`, the checkpoint that `latest` meant before; `parent` is what
     the attempt is claimed from.
@@ -395,6 +418,7 @@ def claim_newest(
                 observe=observe,
                 trouble=trouble,
                 report=report,
+                waiting=waiting,
                 before_put=refuse_if_newer,
                 withdrawn=withdrawn,
             )

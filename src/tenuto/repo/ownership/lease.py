@@ -60,6 +60,7 @@ class Lease:
         self._number = 0
         self._closed = False
         self._released = False
+        self._leaving = False
         self._stop = threading.Event()
         self._beating = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -74,7 +75,7 @@ class Lease:
         StoreError if that beat cannot be put: while the last one says released, the owner counts as gone."""
         if not self._released or os.getpid() != self._pid:
             return
-        self._released = False
+        self._released = self._leaving = False
         self.beat()
         self._start_thread()
 
@@ -87,6 +88,11 @@ class Lease:
         """Puts a beat which says, as do all later ones, that no unfinished save of an earlier attempt is left."""
         self._closed = True
         self.beat()
+
+    def leave(self) -> None:
+        """Has the beats from now on say that the owner is about to leave, so that others wait for it. Does no I/O: may
+        be called in the handler of a signal."""
+        self._leaving = True
 
     def release(self, timeout: float | None = None) -> None:
         """Puts a last beat, which says that the run is released. Once, until `resume`; does nothing in a forked child.
@@ -128,7 +134,9 @@ class Lease:
     def _put(self, *, released: bool) -> None:
         record = self._record
         self._number += 1
-        beat = LeaseRecord(self._number, record.id, record.parent, self._closed, released)
+        beat = LeaseRecord(
+            self._number, record.id, record.parent, self._closed, released, self._leaving and not released
+        )
         directory = object_names.lease_directory(record.run, record.number)
         name = object_names.numbered(directory, self._number)
         data = encode_lease(beat, record.run, record.number, self._repo.id)

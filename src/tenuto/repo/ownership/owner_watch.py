@@ -38,6 +38,8 @@ class OwnerFinding:
     number: int = 0
     record: AttemptRecord | None = None
     reason: str = ""
+    staying: bool = False
+    """Alive on this host, and nothing says that it is about to leave."""
 
 
 class OwnerWatch:
@@ -70,7 +72,9 @@ class OwnerWatch:
                     return OwnerFinding("here", number, record, "which has not closed it")
                 return OwnerFinding("dead", number, record, "this process has closed it")
             if verdict == "alive":
-                return OwnerFinding("alive", number, record, "its process is running")
+                leaving = beat is not None and beat.leaving and beat.id == record.id
+                reason = "it is leaving" if leaving else "its process is running"
+                return OwnerFinding("alive", number, record, reason, staying=not leaving)
         return self._watched(number, record, counter, began)
 
     def _owner(self) -> tuple[int, AttemptRecord | None]:
