@@ -75,7 +75,9 @@ def _age_by_clock() -> Iterator[None]:
 @contextmanager
 def _no_second_listing() -> Iterator[None]:
     """After the tombstones, nobody asks again."""
-    with mock.patch.object(retention, "_still_free", lambda snapshot, attempt, policy, going: frozenset(going)):
+    with mock.patch.object(
+        retention, "_still_free", lambda snapshot, attempt, plan, going: (frozenset(going), plan.trash)
+    ):
         yield
 
 
@@ -205,7 +207,7 @@ BUGS: tuple[Bug, ...] = (
         "an old line's higher steps push out the newer line",
         _method(Latest, "judge", _latest_by_step),
     ),
-    Bug("nan is best", "a diverged checkpoint is kept as the best", _method(Best, "_ranked", _nan_wins)),
+    Bug("nan is best", "a diverged checkpoint is kept as the best", _method(Best, "ranked", _nan_wins)),
     Bug(
         "modes mixed up",
         "the worst is kept as the best",

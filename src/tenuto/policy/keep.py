@@ -158,6 +158,18 @@ def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[s
     }
 
 
+def worth_a_grace(line: Sequence[CheckpointFacts], policy: KeepPolicy) -> set[CheckpointId]:
+    """Returns what of a line of training that was left behind must not go at once: whoever left it may want to go back.
+
+    line: newest first. Of those not known to be damaged: the newest, the last one verified, and the best by each metric
+    that a `keep.best` of `policy` names.
+    """
+    whole = [facts for facts in line if not facts.suspect]
+    firsts = [whole, [facts for facts in whole if facts.verified]]
+    firsts += [Best(1, part.metric, part.mode).ranked(whole) for part in _parts(policy) if isinstance(part, Best)]
+    return {found[0].id for found in firsts if found}
+
+
 def _parts(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
     return policy.parts if isinstance(policy, Union) else (policy,)
 
@@ -346,7 +358,7 @@ class Best(KeepPolicy):
         return frozenset({self.metric})
 
     def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
-        ranked = self._ranked(history)
+        ranked = self.ranked(history)
         of_run, of_line = self._first(ranked), self._first([facts for facts in ranked if facts.walk is not None])
         winners = {facts.id for facts in (*of_run, *of_line)}
         newest_with = next((facts.age_key for facts in history if self.metric in facts.metrics), None)
@@ -360,7 +372,7 @@ class Best(KeepPolicy):
                 opinions.append(Opinion(False, self._lost(facts, of_run)))
         return opinions
 
-    def _ranked(self, history: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
+    def ranked(self, history: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
         """Returns the checkpoints that have the metric, best first, the newer of equals first."""
         sign = 1.0 if self.mode == "min" else -1.0
         with_metric = [facts for facts in history if not math.isnan(self._value(facts))]
