@@ -189,7 +189,7 @@ def plan_gc(
             age = max((age_s(repo, mark, now_ns) for mark in marks), default=0.0)
             left_s = 0.0 if now else max(0.0, wait_s(save, grace_s) - age)
             garbage.append(_garbage(save, marked=bool(marks), left_s=left_s, due=now or (bool(marks) and left_s <= 0)))
-        elif save.state in ("unfinished", "removed", "damaged", "closed"):
+        elif save.state in ("unfinished", "removed", "damaged", "closed") and reached != NOTHING_LEFT:
             kept.append((save.id, reached))
     forgotten, ahead = unknown(repo)
     kept += ahead
@@ -330,6 +330,9 @@ def _delete_on_full_disk(repo: Repo, id: CheckpointId) -> str:
     return ""
 
 
+NOTHING_LEFT = "nothing is left of it"
+
+
 def _reached(repo: Repo, save: SaveDirectory, named: Collection[CheckpointId], finished: Finished) -> str:
     """Returns why a save is not garbage; empty if it is."""
     if save.state == "committed":
@@ -339,7 +342,7 @@ def _reached(repo: Repo, save: SaveDirectory, named: Collection[CheckpointId], f
     if save.id in named:
         return "a ref names it"
     if save.state == "closed":
-        return "" if _anything_left(save) else "nothing is left of it"
+        return "" if _anything_left(save) else NOTHING_LEFT
     if save.state == "unfinished" and may_still_save(repo, save.id, finished):
         return "its process may still be saving it"
     if save.state == "unfinished" and not _claimed(repo, save.id):

@@ -103,6 +103,7 @@ def test_ls_json(cli, made):
         "notes": [],
         "tags": [],
         "message": None,
+        "goes": None,
     }
     assert gpt["checkpoints"][0]["metrics"]["late"] == 0.25
 

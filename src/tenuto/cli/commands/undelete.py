@@ -36,20 +36,20 @@ def undelete(
 ) -> None:
     """Bring removed checkpoints back, every byte verified.
 
-    Works until `tenuto gc` has come near them: until an hour before the grace after its first visit ends. `tenuto
-    ls` shows what is removed and still there.
+    Works for 24 h after the removal; the first `tenuto gc` after 25 h, or `tenuto gc --now`, frees them for good.
+    `tenuto ls --trash` shows what is removed and still there.
     """
     from tenuto.maintenance.undelete import execute, plan_undelete
-    from tenuto.units import count, size
+    from tenuto.units import count, seconds, size
 
     grace_s = options.grace_seconds(grace)
     repo = repository(where)
     plans = [plan_undelete(repo, _removed(repo, run, name), grace_s=grace_s) for name in checkpoints]
     back = []
     for plan in plans:
-        left = "" if plan.left_s is None else f"; gc may take it in {plan.left_s / 3600:,.1f} h"
+        left = "" if plan.left_s is None else f" for {seconds(plan.left_s)}"
         if dry_run:
-            words = f"can come back, {size(plan.bytes)} to be checked{left}"
+            words = f"can come back{left}, {size(plan.bytes)} to be checked"
         else:
             done = execute(repo, plan)
             back.append(done)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
-from tenuto.errors import UsageError
+from tenuto.errors import UsageError, typed
 from tenuto.model.ids import CheckpointId
 
 if TYPE_CHECKING:
@@ -196,6 +196,12 @@ class Columns:
 
     def _width(self, place: int) -> int:
         return max(len(self.titles[place]), *(cells(texts[place]) for texts, _ in self.rows))
+
+
+def trash_hint(where: str) -> str:
+    """Returns when the space of what has just gone into the trash comes free."""
+    now = typed("tenuto", "gc", where, "--now")
+    return f"hint: `tenuto undelete` brings it back for 24 h; gc frees the space after 25 h, or now: {now}"
 
 
 def agreed(question: str, *, yes: bool) -> bool:

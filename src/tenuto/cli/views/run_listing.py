@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.errors import CorruptionError, RunNotFound, StoreError, typed
@@ -29,7 +29,8 @@ STATES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One step's directory. `message`: the problem, in words of the reader that rejected it."""
+    """One step's directory. `message`: the problem, in words of the reader that rejected it. `goes`: when the space of
+    a removed one may come free, as text like `created`; empty if nobody has marked it yet."""
 
     id: CheckpointId
     state: str
@@ -43,12 +44,14 @@ class RunRow:
     notes: tuple[Note, ...] = ()
     tags: tuple[str, ...] = ()
     message: str = ""
+    goes: str = ""
 
     def marks(self) -> list[str]:
         """Returns its marks, a few words each."""
         marks = ["latest"] if self.latest else []
         if STATES[self.state]:
-            marks.append(STATES[self.state])
+            goes = f" until {self.goes[:16].replace('T', ' ')}" if self.goes else ""
+            marks.append(f"{STATES[self.state]}{goes}")
         if self.state == "committed" and not self.on_walk:
             marks.append("left behind")
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
@@ -72,6 +75,7 @@ class RunRow:
             "notes": [{"kind": note.kind, **note.body} for note in self.notes],
             "tags": list(self.tags),
             "message": self.message or None,
+            "goes": self.goes or None,
         }
 
 
@@ -85,6 +89,12 @@ class RunRows:
     rows: tuple[RunRow, ...]
     latest: CheckpointId | None = None
     more: int = 0
+
+
+def in_trash(runs: list[RunRows]) -> list[RunRows]:
+    """Leaves only removed checkpoints, and runs that have any."""
+    found = [replace(run, rows=tuple(row for row in run.rows if row.state == "removed")) for run in runs]
+    return [run for run in found if run.rows]
 
 
 def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> list[RunRows]:
@@ -164,6 +174,7 @@ def _rows(
     tags: Mapping[CheckpointId, tuple[str, ...]],
 ) -> Iterator[RunRow]:
     from tenuto.maintenance.facts import with_notes
+    from tenuto.maintenance.marks import valid_marks
     from tenuto.repo.lineage import stretches
 
     committed = {save.id for save in saves if save.state == "committed"}
@@ -190,6 +201,7 @@ def _rows(
             notes=notes,
             tags=tags.get(save.id, ()),
             message=save.message,
+            goes=max((mark.goes for mark in valid_marks(repo, save)), default="") if save.state == "removed" else "",
         )
 
 
