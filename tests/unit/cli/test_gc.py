@@ -108,7 +108,7 @@ def test_gc_of_a_tidy_repository(cli, place):
 def test_undelete(cli, place):
     removed(cli, place)
     assert cli("undelete", place, "2", "--run", "gpt", "--dry-run")[1] == (
-        "gpt/a0001/2 can come back for 24 h 00 min, 198 KiB to be checked\n"
+        "gpt/a0001/2 can come back for 24.0 h, 198 KiB to be checked\n"
     )
     assert cli("undelete", place, "2", "gpt/a0001/6", "--run", "gpt")[:2] == (
         0,
@@ -125,7 +125,7 @@ def test_undelete_keeps_away_from_gc_by_the_grace_that_gc_is_run_with(cli, place
     hint = "hint: where gc is run with a longer grace: tenuto undelete /ckpts gpt/a0001/2 --grace HOURS"
     assert (status, err.splitlines()[-1]) == (10, hint)
     status, out, _ = cli("undelete", place, "2", "--run", "gpt", "--grace", "168", "--dry-run")
-    assert (status, out) == (0, "gpt/a0001/2 can come back for 120 h 00 min, 198 KiB to be checked\n")
+    assert (status, out) == (0, "gpt/a0001/2 can come back for 120.0 h, 198 KiB to be checked\n")
     assert cli("undelete", place, "2", "--run", "gpt", "--grace", "168")[1] == "gpt/a0001/2 is back, 198 KiB verified\n"
 
 

@@ -9,7 +9,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository, run_of
-from tenuto.cli.console.output import Columns, agreed, trash_hint
+from tenuto.cli.console.output import Columns, agreed, say_how_long_in_trash
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def keep(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Keep what is named, and move the rest of the run into the trash.
+    """Keep what is named; the rest of the run goes into the trash.
 
     What any of the options keeps is kept; so is, always, the latest, the last one verified, and what a tag, a pin or
     another run needs. `tenuto undelete` brings the rest back for 24 h; with --now it is freed at once, and there is no
@@ -75,7 +75,7 @@ def keep(
             nbytes = size(sum(nbytes for id, nbytes in plan.bytes if id in removed))
             output.line(f"{count(len(removed), 'checkpoint')} {f'freed, {nbytes}' if now else 'moved into the trash'}")
             if removed and not now:
-                output.story(trash_hint(repo.url))
+                say_how_long_in_trash(repo.url)
     if json:
         output.document(
             "keep",

@@ -40,14 +40,14 @@ def undelete(
     `tenuto ls --trash` shows what is removed and still there.
     """
     from tenuto.maintenance.undelete import execute, plan_undelete
-    from tenuto.units import count, seconds, size
+    from tenuto.units import count, size
 
     grace_s = options.grace_seconds(grace)
     repo = repository(where)
     plans = [plan_undelete(repo, _removed(repo, run, name), grace_s=grace_s) for name in checkpoints]
     back = []
     for plan in plans:
-        left = "" if plan.left_s is None else f" for {seconds(plan.left_s)}"
+        left = "" if plan.left_s is None else f" for {plan.left_s / 3600:,.1f} h"
         if dry_run:
             words = f"can come back{left}, {size(plan.bytes)} to be checked"
         else:

@@ -198,10 +198,10 @@ class Columns:
         return max(len(self.titles[place]), *(cells(texts[place]) for texts, _ in self.rows))
 
 
-def trash_hint(where: str) -> str:
-    """Returns when the space of what has just gone into the trash comes free."""
-    now = typed("tenuto", "gc", where, "--now")
-    return f"hint: `tenuto undelete` brings it back for 24 h; gc frees the space after 25 h, or now: {now}"
+def say_how_long_in_trash(where: str) -> None:
+    """Says how long what has just gone into the trash can be brought back, and when its space comes free."""
+    story("`tenuto undelete` can bring it back for 24 h; `tenuto gc` frees its space after 25 h")
+    story(f"hint: to free it now: {typed('tenuto', 'gc', where, '--now')}")
 
 
 def agreed(question: str, *, yes: bool) -> bool:

@@ -50,7 +50,7 @@ class RunRow:
         """Returns its marks, a few words each."""
         marks = ["latest"] if self.latest else []
         if STATES[self.state]:
-            goes = f" until {self.goes[:16].replace('T', ' ')}" if self.goes else ""
+            goes = f", kept until {self.goes[5:16].replace('T', ' ')}" if self.goes else ""
             marks.append(f"{STATES[self.state]}{goes}")
         if self.state == "committed" and not self.on_walk:
             marks.append("left behind")
