@@ -67,8 +67,8 @@ def test_starting_over_says_what_it_leaves_and_it_can_be_brought_back(train, com
     value, stderr = train(4, "{'resume_from': None}")
     assert value == 4
     assert line_of(stderr, "starts over") == (
-        f"tenuto: run main starts over and leaves step 5 behind, main/a0001/5: it is kept until keep= drops it, and then "
-        f"for 24 h in the trash (`tenuto undelete {tmp_path / 'ckpts'} main/a0001/5`); "
+        "tenuto: run main starts over and leaves step 5 behind, main/a0001/5: it is kept until keep= drops it, and "
+        f"then for 24 h in the trash (`tenuto undelete {tmp_path / 'ckpts'} main/a0001/5`); "
         "resume_from='a0001/5' goes back to it"
     )
     assert [id.step for id in tenuto.Repository(tmp_path / "ckpts").checkpoints()] == [4, 3, 2]
