@@ -159,7 +159,7 @@ def _trash_of(repo: Repo, save: SaveDirectory) -> str:
 
 def _nothing(repo: Repo, save: SaveDirectory) -> CheckpointNotFound:
     why = {
-        "closed": "gc has begun to delete it",
+        "closed": "its space has been freed",
         "removed": "its manifest in the trash is damaged",
         "damaged": save.message,
     }.get(save.state, "nothing of it is in the trash")

@@ -139,6 +139,16 @@ def test_undelete_of_what_is_not_removed(cli, place):
     )
 
 
+def test_undelete_of_what_gc_has_freed_says_so(cli, place):
+    removed(cli, place)
+    assert cli("gc", place, "--now", "--yes")[0] == 0
+    status, _, err = cli("undelete", place, "2", "--run", "gpt")
+    assert (status, err.splitlines()[0]) == (
+        11,
+        "error: gpt/a0001/2 cannot be brought back: its space has been freed",
+    )
+
+
 def test_undelete_json(cli, place):
     removed(cli, place)
     found = json.loads(cli("undelete", place, "gpt/a0001/2", "--json")[1])

@@ -78,12 +78,14 @@ def _removed(repo: Repo, run: str | None, name: str) -> CheckpointId:
         run = name.partition("/")[0]
     (found,) = listing(repo, run_of(repo, run))
     gone = [row.id for row in found.rows if row.state == "removed"]
-    for id in gone:
-        if name in (str(id.step), f"{attempt_key(id.attempt)}/{id.step}", str(id)):
-            return id
-    if any(
-        name in (str(row.id.step), f"{attempt_key(row.id.attempt)}/{row.id.step}", str(row.id)) for row in found.rows
-    ):
+    meant = [
+        row
+        for row in sorted(found.rows, key=lambda row: row.state != "removed")
+        if name in (str(row.id.step), f"{attempt_key(row.id.attempt)}/{row.id.step}", str(row.id))
+    ]
+    if meant and meant[0].state in ("removed", "closed"):
+        return meant[0].id  # of one that has been freed, the plan says so
+    if meant:
         raise CheckpointNotFound(
             f"{name} of run {found.run!r} is not removed", subject=name, hint=typed("tenuto", "ls", repo.url)
         )
