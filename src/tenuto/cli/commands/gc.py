@@ -77,7 +77,7 @@ def gc(
         done = _report_json(report, free)
         output.document("gc", {"where": repo.url, "dry_run": dry_run, **_plan_json(plan), "done": done})
     else:
-        _say_what_waits(plan, report)
+        _print_what_waits(plan, report)
 
 
 def _has_work(plan: GcPlan) -> bool:
@@ -119,7 +119,7 @@ def _print(plan: GcPlan) -> None:
     output.line(", ".join(filter(None, parts)))
 
 
-def _say_what_waits(plan: GcPlan, report: GcReport | None) -> None:
+def _print_what_waits(plan: GcPlan, report: GcReport | None) -> None:
     """Says when the space of what was not deleted comes free, and how to have it now."""
     from tenuto.units import size
 

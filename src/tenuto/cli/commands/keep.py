@@ -9,7 +9,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository, run_of
-from tenuto.cli.console.output import Columns, agreed, say_how_long_in_trash
+from tenuto.cli.console.output import Columns, agreed, print_grace_of_trash
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def keep(
             nbytes = size(sum(nbytes for id, nbytes in plan.bytes if id in removed))
             output.line(f"{count(len(removed), 'checkpoint')} {f'freed, {nbytes}' if now else 'moved into the trash'}")
             if removed and not now:
-                say_how_long_in_trash(repo.url)
+                print_grace_of_trash(repo.url)
     if json:
         output.document(
             "keep",

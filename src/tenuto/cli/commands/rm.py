@@ -9,7 +9,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import checkpoint, repository
-from tenuto.cli.console.output import agreed, say_how_long_in_trash
+from tenuto.cli.console.output import agreed, print_grace_of_trash
 
 if TYPE_CHECKING:
     from tenuto.maintenance.remove import RemovePlan
@@ -55,7 +55,7 @@ def rm(
         if not json:
             nbytes = size(sum(removal.bytes for removal in plan.removals))
             output.line(f"{count(len(removed), 'checkpoint')} removed, {nbytes} in the trash")
-            say_how_long_in_trash(repo.url)
+            print_grace_of_trash(repo.url)
     if json:
         output.document("rm", {"where": repo.url, "dry_run": dry_run, **_json(plan), "removed": list(removed)})
 

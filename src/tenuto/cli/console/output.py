@@ -198,7 +198,7 @@ class Columns:
         return max(len(self.titles[place]), *(cells(texts[place]) for texts, _ in self.rows))
 
 
-def say_how_long_in_trash(where: str) -> None:
+def print_grace_of_trash(where: str) -> None:
     """Says how long what has just gone into the trash can be brought back, and when its space comes free."""
     story("`tenuto undelete` can bring it back for 24 h; `tenuto gc` frees its space after 25 h")
     story(f"hint: to free it now: {typed('tenuto', 'gc', where, '--now')}")
