@@ -12,7 +12,7 @@ from unittest import mock
 from campaigns.retention_histories.campaign import run_histories
 from campaigns.simulated_processes import replacing
 from tenuto.maintenance import facts as gathering
-from tenuto.maintenance import gc, remove, retention
+from tenuto.maintenance import gc, remove, retention, trash
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import keep
 from tenuto.policy.keep import Best, CheckpointFacts, EveryHours, EverySteps, Latest
@@ -75,7 +75,9 @@ def _age_by_clock() -> Iterator[None]:
 @contextmanager
 def _no_second_listing() -> Iterator[None]:
     """After the tombstones, nobody asks again."""
-    with mock.patch.object(retention, "_still_free", lambda snapshot, attempt, policy, going: frozenset(going)):
+    with mock.patch.object(
+        retention, "_still_free", lambda snapshot, attempt, plan, going: (frozenset(going), plan.trash)
+    ):
         yield
 
 
@@ -129,6 +131,10 @@ def _no_tags() -> Iterator[None]:
 
     with replacing(original, fewer):
         yield
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
+    """Does nothing."""
 
 
 def _first_verdict(told: Sequence[Any]) -> str:
@@ -188,6 +194,17 @@ BUGS: tuple[Bug, ...] = (
         "what was spared can never be relied upon",
         _function(retention, "take_back", lambda *_: None),
     ),
+    Bug(
+        "lines left behind go at once",
+        "who starts over by mistake has nothing to go back to",
+        _function(retention, "lines_left_behind", lambda repo, run, facts: iter(())),
+    ),
+    Bug(
+        "only the newest gets a day",
+        "the best of a line left behind is freed at once",
+        _function(retention, "worth_a_grace", lambda line, policy: {facts.id for facts in line[:1]}),
+    ),
+    Bug("no mark in the trash", "what lies in the trash stays for ever", _function(trash, "put_mark", _nothing)),
     Bug("foreign files go", "a person's files in a checkpoint are deleted", _everything_in_the_directory),
     Bug("copies count", "a copied directory is judged, and removed", _copies_count),
     Bug(

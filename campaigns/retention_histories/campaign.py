@@ -5,7 +5,8 @@
 A history is saves (some fail), rollbacks, second attempts that take over, forks, verifications, damage, late metrics,
 pins, tags, holds, clocks that jump, copied directories and foreign files; and retention with random policies, by live
 and by superseded attempts, with somebody coming to need a checkpoint between its plan and its work. After each round
-of retention exactly what the oracle lets go of is gone, without a trace, and nothing else has changed by a byte.
+of retention exactly what the oracle lets go of is gone, without a trace or, of lines that were left behind, into the
+trash, and nothing else has changed by a byte.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "retentions_interfered_with": counts.raced,
         "checkpoints_judged": counts.judged,
         "checkpoints_removed": counts.removed,
+        "checkpoints_moved_into_the_trash": counts.trashed,
         "checkpoints_only_i7_kept": counts.protected,
         "doings": dict(sorted(counts.doings.items())),
         "violations": broken,

@@ -15,6 +15,7 @@ from campaigns.retention_histories.world import INDEX, PACK, World
 from tenuto.crashpoints import armed
 from tenuto.errors import CheckpointNotFound
 from tenuto.maintenance import retention
+from tenuto.maintenance.census import mark_directory
 from tenuto.model.canonical_json import tag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import keep
@@ -54,6 +55,8 @@ class Counts:
     removed: int = 0
     protected: int = 0
     """Checkpoints that the policy let go of and I7 kept."""
+    trashed: int = 0
+    """Checkpoints of lines left behind that went into the trash."""
     superseded: int = 0
     raced: int = 0
     doings: dict[str, int] = field(default_factory=dict)
@@ -268,12 +271,13 @@ class History:
         if not self.attempts[run]:
             return
         attempt = self.attempts[run][-1] if self.random.random() < 0.8 else self.random.choice(self.attempts[run])
-        policy, judge = draw_policy(self.random)
+        policy, judge, bests = draw_policy(self.random)
         between = self.random.choice((None, None, None, "plan", "tombstones"))
         self.counts.retentions += 1
         before, line = self.world.objects, {name: self.oracle.walk(name) for name in RUNS}
         superseded = attempt.number < self.oracle.highest(run)
         goes, may_stay = self.let_go(run, judge)
+        worth = self.oracle.worth_a_day(run, bests)
         if superseded:
             goes, self.counts.superseded = set(), self.counts.superseded + 1
         plan = retention.plan_retention(self.world.repo, attempt, policy, self.catalog)
@@ -281,7 +285,9 @@ class History:
             self.interfere()
         with armed(TOMBSTONES_PUT, self.interfere) if between == "tombstones" else nullcontext():
             retention.execute(self.world.repo, attempt, plan, catalog=self.catalog)
+        rounds = 1
         if between is None and self.catalog is not None and self.catalog.plan_again:
+            rounds = 2
             plan = retention.plan_retention(self.world.repo, attempt, policy, self.catalog)
             retention.execute(self.world.repo, attempt, plan, catalog=self.catalog)
         what = f"{policy!r} of {attempt}{' (superseded: I11)' if superseded else ''}"
@@ -301,7 +307,14 @@ class History:
             for name in RUNS:
                 expected = [id for id in line[name] if id in self.oracle.there]
                 self.check(self.oracle.walk(name) == expected, f"{what} has changed what leads to latest in {name}")
-        self.check_the_rest(before, vanished, what, quiet=between is None)
+        trashed = {id for id in vanished if any(is_copy_in_trash(id, name) for name in self.world.objects)}
+        self.counts.trashed += len(trashed)
+        if between is None and not self.unnoticed:
+            # A second round finds the lines without what the first one has taken: then more may be the newest.
+            missing, more = (worth & vanished) - trashed, trashed - worth
+            self.check(not missing, f"{what} has freed {sorted(map(str, missing))} of a line left behind at once")
+            self.check(rounds > 1 or not more, f"{what} has put {sorted(map(str, more))} into the trash")
+        self.check_the_rest(before, vanished, what, trashed=trashed, quiet=between is None)
 
     def let_go(self, run: str, judge: Judge) -> tuple[set[CheckpointId], set[CheckpointId]]:
         """What goes, and what of it may stay: where `latest` means another run's checkpoint, what would be protected of
@@ -329,15 +342,30 @@ class History:
         self.check(not goes - vanished - may_stay, f"{what} left {sorted(map(str, goes - vanished - may_stay))}")
         return vanished
 
-    def check_the_rest(self, before: dict[str, bytes], vanished: set[CheckpointId], what: str, *, quiet: bool) -> None:
-        """What went has left no trace, nothing else has changed by a byte, and the walks are the oracle's. `quiet`:
-        nobody else has put anything."""
+    def check_the_rest(
+        self,
+        before: dict[str, bytes],
+        vanished: set[CheckpointId],
+        what: str,
+        *,
+        trashed: set[CheckpointId],
+        quiet: bool,
+    ) -> None:
+        """What went has left no trace, or only its manifest has gone, which lies in the trash, with a mark; nothing
+        else has changed by a byte, and the walks are the oracle's. `quiet`: nobody else has put anything."""
         now = self.world.objects
-        own = {name for id in vanished for name in before if is_own(id, name)}
+        own = {name for id in vanished - trashed for name in before if is_own(id, name)}
+        own |= {id.manifest for id in trashed}
+        come = now.keys() - before.keys()
+        copies = {
+            name for id in trashed for name in come if is_copy_in_trash(id, name) and now[name] == before[id.manifest]
+        }
+        marks = {name for id in trashed for name in come if name.startswith(f"{mark_directory(id)}/")}
+        self.check(len(copies) == len(marks) == len(trashed), f"{what} has put {sorted(copies | marks)} into the trash")
         gone = before.keys() - now.keys()
         self.check(gone == own, f"{what} removed {sorted(gone - own)} and left {sorted(own - gone)}")
         self.check(all(before[name] == now[name] for name in before.keys() & now.keys()), f"{what} changed what stays")
-        new = [name for name in now.keys() - before.keys() if quiet or name.startswith("tombstones/")]
+        new = [name for name in come - copies - marks if quiet or name.startswith(("tombstones/", "trash/"))]
         self.check(not new, f"{what} left {sorted(new)}")
         for run in RUNS:
             real = list(walk(self.world.repo, run))
@@ -393,8 +421,12 @@ def is_own(id: CheckpointId, name: str) -> bool:
     )
 
 
-def draw_policy(source: random.Random) -> tuple[KeepPolicy, Judge]:
-    """A policy, and what the oracle makes of it."""
+def is_copy_in_trash(id: CheckpointId, name: str) -> bool:
+    return name.startswith(f"{object_names.trash_directory(id)}/")
+
+
+def draw_policy(source: random.Random) -> tuple[KeepPolicy, Judge, list[tuple[str, str]]]:
+    """A policy, what the oracle makes of it, and what it keeps the best by."""
     n = source.randint(1, 3)
     mode = source.choice(("min", "max"))
     hours = source.choice((1.0, 6.0, 24.0))
@@ -406,6 +438,8 @@ def draw_policy(source: random.Random) -> tuple[KeepPolicy, Judge]:
         (keep.every(hours=hours), oracles.every_hours(hours)),
     ]
     first, second = source.sample(singles, 2)
+    bests = {id(singles[2]): [("loss", mode)]}
     if source.random() < 0.6:
-        return first
-    return first[0] | second[0], oracles.either(first[1], second[1])
+        return (*first, bests.get(id(first), []))
+    both = [*bests.get(id(first), []), *bests.get(id(second), [])]
+    return first[0] | second[0], oracles.either(first[1], second[1]), both

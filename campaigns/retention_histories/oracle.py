@@ -6,7 +6,7 @@ Slow and plain on purpose. A history tells it everything that it does; the store
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.model.ids import CheckpointId
@@ -73,6 +73,26 @@ class Oracle:
             for what, found in (("latest", line), ("whole", whole), ("verified", verified)):
                 out.update({id: f"the {what} of run {run}" for id in found[:1]})
         out.update({id: f"{kind} {name}" for (kind, name), id in self.refs.items()})
+        return out
+
+    def worth_a_day(self, run: str, bests: Sequence[tuple[str, str]]) -> set[CheckpointId]:
+        """What of the lines that `run` has left behind goes into the trash first. `bests`: the metrics that the policy
+        keeps the best by, each with its mode. The line of a checkpoint that was left behind is what it came from."""
+        left = {id for id in self.there if id.run == run} - set(self.walk(run))
+        out: set[CheckpointId] = set()
+        while left:
+            newest = max(left, key=_age)
+            line = [self.there[id] for id in self._line(run, newest.attempt, newest.step) if id in left]
+            left -= {known.id for known in line}
+            whole = [known for known in line if known.whole]
+            out |= {known.id for known in whole[:1]}
+            out |= {known.id for known in [known for known in whole if known.verdict == "verified"][:1]}
+            for name, mode in bests:
+                values = [(known.metric(name), known.id) for known in whole]
+                scored = [(value, id) for value, id in values if value is not None and not math.isnan(value)]
+                if scored:
+                    bar = (min if mode == "min" else max)(value for value, _ in scored)
+                    out.add(next(id for value, id in scored if value == bar))
         return out
 
 

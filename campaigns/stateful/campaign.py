@@ -81,7 +81,9 @@ BUGS: Final = (
     ),
     Bug(
         "retention takes what it wants",
-        lambda: mock.patch.object(retention, "_still_free", lambda snapshot, attempt, policy, going: frozenset(going)),
+        lambda: mock.patch.object(
+            retention, "_still_free", lambda snapshot, attempt, plan, going: (frozenset(going), plan.trash)
+        ),
     ),
     Bug("undelete checks nothing", lambda: mock.patch.object(undelete, "_check", lambda *rest, **more: None)),
     Bug("copies are not shown", lambda: mock.patch.object(findings, "_save", lambda *rest: iter(()))),

@@ -190,7 +190,8 @@ class Product(OperatorRules):
             assert process.attempt == self.model.highest(process.run), "I11: it is superseded"
             assert id not in protected, "I7"
             assert id not in line[:n], "the policy keeps it"
-            self.model.forget(id)
+            self._removed(id)
+            assert id not in line or id not in self.model.trash, "what is on the line of training is freed at once"
 
     # -- accidents -------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from campaigns.corruption.judge import same
+from tenuto.maintenance.marks import MARGIN_S
 from tenuto.model.ids import CheckpointId
 
 
@@ -19,7 +20,7 @@ class Model:
     unfinished: dict[CheckpointId, None] = field(default_factory=dict)
     """Saves whose process died in them, and that nobody has closed yet."""
     marked: dict[CheckpointId, float] = field(default_factory=dict)
-    """When gc's first visit met what is in the trash or unfinished, by the store's clock."""
+    """Since when it is in the trash, or gc has known it as unfinished, by the store's clock."""
     pins: dict[str, CheckpointId] = field(default_factory=dict)
     damaged: dict[CheckpointId, set[str]] = field(default_factory=dict)
     flips: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -86,18 +87,18 @@ class Model:
         return grace_s - (now_s - self.marked[id]) if id in self.marked else grace_s
 
     def collect(self, now_s: float, grace_s: float, dead: set[str]) -> None:
-        """Gc marks at its first visit, and deletes once the grace is over. What a living owner's attempt may still be
-        writing is left alone."""
+        """Gc marks what has no mark, and deletes once the grace is over; an hour later what can be brought back. What a
+        living owner's attempt may still be writing is left alone."""
         for id in [*self.trash, *self.unfinished]:
             if id in self.unfinished and id.run not in dead and id.attempt == self.highest(id.run):
                 continue
             if id not in self.marked:
                 self.marked[id] = now_s
-            elif now_s - self.marked[id] >= grace_s:
+            elif now_s - self.marked[id] >= grace_s + (MARGIN_S if id in self.trash else 0):
                 self._drop(id)
 
     def forget(self, id: CheckpointId) -> None:
-        """Retention has removed it."""
+        """Retention has freed it."""
         del self.committed[id]
         self._drop(id)
 

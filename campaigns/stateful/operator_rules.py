@@ -16,7 +16,9 @@ from campaigns.stateful.model import Model
 from campaigns.stateful.world import simulated_world
 from tenuto.errors import CorruptionError, RemovalRefused, RepositoryError
 from tenuto.maintenance import gc, remove, undelete
+from tenuto.maintenance.census import mark_directory
 from tenuto.model.ids import CheckpointId
+from tenuto.repo.format import object_names
 from tenuto.repo.refs import clear_ref, put_ref
 
 counted: Counter[str] = Counter()
@@ -67,7 +69,16 @@ class OperatorRules(RuleBasedStateMachine):
             assert refused, error
             return
         assert not refused, "something needs what was removed"
+        self._removed(id)
+
+    def _removed(self, id: CheckpointId) -> None:
+        """It is gone, or lies in the trash, and is marked unless its remover died before that."""
+        if not self.world.names(object_names.trash_directory(id)):
+            self.model.forget(id)
+            return
         self.model.remove(id)
+        if self.world.names(mark_directory(id)):
+            self.model.marked[id] = self.world.now_s
 
     @precondition(lambda self: self.model.trash)
     @rule(data=st.data(), hours=st.sampled_from((0, 0, 5, 11)), rotten=st.booleans())
@@ -81,7 +92,7 @@ class OperatorRules(RuleBasedStateMachine):
         self.world.operator()
         self.world.store.advance(hours * 3600)
         left = self.model.grace_left_s(id, self.world.now_s, GRACE_S)
-        may = left >= undelete.MARGIN_S and id not in self.model.damaged
+        may = left > 0 and id not in self.model.damaged
         try:
             undelete.execute(self.world.repo, undelete.plan_undelete(self.world.repo, id, grace_s=GRACE_S))
         except (RepositoryError, CorruptionError) as error:

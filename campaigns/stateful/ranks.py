@@ -236,7 +236,7 @@ class RankProduct(OperatorRules):
                 assert isinstance(mark.subject, CheckpointId)
                 counted["retention"] += 1
                 assert mark.subject not in self.model.pins.values(), "I7"
-                self.model.forget(mark.subject)
+                self._removed(mark.subject)
         for number in self.world.repo.attempts(RUN):
             record = self.world.repo.find_attempt(RUN, number)
             if record is not None and (RUN, number) not in self.model.parents:
@@ -247,7 +247,7 @@ class RankProduct(OperatorRules):
         self.model.removing |= going
         for id in [id for id in going & self.model.committed.keys() if not self.world.repo.exists(id)]:
             counted["death in a removal"] += 1
-            self.model.forget(id)
+            self._removed(id)
         for id, whole in program.wholes.items():
             if id not in self.model.committed and self.world.repo.exists(id):
                 counted["committed, and nobody was told"] += 1

@@ -24,6 +24,9 @@ HERE = Path(__file__).parent / "cli"
 RULES = (
     (re.compile(r"\bin \d[\d.]* (?:us|ms|s|min \d+ s)(?=[\s);.]|$)", re.M), "in <duration>"),
     (re.compile(r'"(seconds|left_s)": \d[\d.e-]*'), r'"\1": "<seconds>"'),
+    (re.compile(r'"(free_before|free_after)": \d+'), r'"\1": "<bytes>"'),
+    (re.compile(r"\S+ [KMGTP]iB free there now, \S+ [KMGTP]iB before"), "<bytes> free there now, <bytes> before"),
+    (re.compile(r"kept until \d\d-\d\d \d\d:\d\d"), "kept until 01-03 04:05"),
     (re.compile(r"^tenuto \d+\.\d+\S*$", re.M), "tenuto <version>"),
 )
 """What no fixed clock and no fixed id can make equal; everything else is compared as it is."""

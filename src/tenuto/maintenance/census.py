@@ -50,7 +50,7 @@ class SaveDirectory:
     trash: list[Entry] = field(default_factory=list)
     tombstones: list[Entry] = field(default_factory=list)
     marks: list[Entry] = field(default_factory=list)
-    """What gc's first visit has put."""
+    """What a removal, or gc's first visit, has put."""
 
     def has(self, file: str) -> bool:
         name = f"{self.id.directory}/{file}"
@@ -211,8 +211,17 @@ def names_of_runs(repo: Repo) -> dict[str, RunNames]:
     return runs
 
 
+def ids_in_trash(repo: Repo, run: str) -> Iterator[CheckpointId]:
+    """Yields what has a directory in the trash of the run; an undelete may have emptied it."""
+    for key in repo.store.children(f"trash/{run}").directories:
+        number = parse_attempt(key)
+        if number is not None:
+            steps = map(parse_step, repo.store.children(f"trash/{run}/{key}").directories)
+            yield from (CheckpointId(run, number, step) for step in steps if step is not None)
+
+
 def mark_directory(id: CheckpointId) -> str:
-    """Returns the directory of the marks that gc's first visit puts."""
+    """Returns the directory of the marks that a removal, or gc's first visit, puts."""
     return f"{MARKS}/{id.run}/{attempt_key(id.attempt)}/{step_key(id.step)}"
 
 

@@ -63,6 +63,16 @@ def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = fro
     return found
 
 
+def lines_left_behind(repo: Repo, run: str, facts: Iterable[CheckpointFacts]) -> Iterator[list[CheckpointFacts]]:
+    """Yields the lines of training of `run` that were left behind, each with its checkpoints, newest first. What
+    several of them share is the newest one's. `facts`: of every checkpoint of the run."""
+    left = {one.id: one for one in facts if one.walk is None}
+    for newest in sorted(left, reverse=True):
+        if newest in left:
+            line = [id for id in walk(repo, run, below=newest.attempt + 1) if id in left]
+            yield [left.pop(id) for id in line]
+
+
 def seconds_of(created: str) -> float | None:
     """Converts a time as in manifests to seconds since 1970; None for anything else."""
     try:

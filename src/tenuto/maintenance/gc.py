@@ -1,44 +1,44 @@
-"""Gc: frees what no manifest, ref or live save reaches, in two visits with a grace between them.
+"""Gc: frees what no manifest, ref or live save reaches, a grace after it was marked.
 
-The first visit marks, the second deletes what still is unreached. It deletes only names that a save listed itself;
-what cannot be read or was not written by Tenuto counts as reached (I6). Before it deletes, it takes the manifest's
-name for an aborted mark, so that neither a late commit nor an undelete can come to rely on what goes.
+A removal marks what it moves into the trash; the first visit marks the rest. A visit after the grace, or one that is
+told not to wait (`now`), deletes what still is unreached. It deletes only names that a save listed itself; what cannot
+be read or was not written by Tenuto counts as reached (I6). Before it deletes, it takes the manifest's name for an
+aborted mark, so that neither a late commit nor an undelete can come to rely on what goes.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from tenuto.crashpoints import crashpoint
-from tenuto.errors import CorruptionError, ObjectNotFound, TenutoError
+from tenuto.errors import CorruptionError, StoreFull, TenutoError, typed
 from tenuto.maintenance.census import (
-    MARKS,
     Census,
     SaveDirectory,
     census_of,
     everything,
-    mark_directory,
+    ids_in_trash,
     place,
     take_census,
 )
+from tenuto.maintenance.inspect import inspect
+from tenuto.maintenance.marks import GRACE_S, By, age_s, probe, put_mark, valid_marks, wait_s
+from tenuto.maintenance.remove import verification_state
 from tenuto.maintenance.replica_tidy import ForgottenSave, free_forgotten, unknown
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
-from tenuto.repo.format import object_names, objects
+from tenuto.repo.format import object_names
 from tenuto.repo.ownership.lease import read_last
 from tenuto.repo.ownership.owner_watch import Finished, finished_runs, may_still_save
 from tenuto.repo.refs import list_refs
-from tenuto.repo.repository import Repo, now_text
-from tenuto.repo.tombstones import dead_tombstones, put_tombstone, still_exists, take_back
+from tenuto.repo.repository import Repo
+from tenuto.repo.tombstones import STALE_S, dead_tombstones, put_tombstone, still_exists, take_back
 from tenuto.repo.unfinished import abort, free
 from tenuto.store.contract import Entry, final_name, leftovers_of
-
-GRACE_S = 24 * 3600.0
-"""Between the visits, unless the caller says otherwise."""
+from tenuto.units import count, size
 
 # --------------------------------------------------------------------------------------------------
 # Deletes what a save has left that nothing reaches: only names that it listed itself, and `begin.json` last;
@@ -94,7 +94,7 @@ def _packs(repo: Repo, manifest: Manifest) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """One save that nothing reaches. `left_s`: seconds of grace that are left, 0 if it goes now."""
+    """One save that nothing reaches. `left_s`: seconds of grace that are left, 0 if it goes now. `due`: it goes now."""
 
     id: CheckpointId
     reason: str
@@ -102,14 +102,11 @@ class Garbage:
     bytes: int
     marked: bool
     left_s: float
-
-    @property
-    def due(self) -> bool:
-        return self.marked and self.left_s <= 0
+    due: bool
 
     def __str__(self) -> str:
         what = "delete" if self.due else f"marked, {self.left_s / 3600:,.1f} h left" if self.marked else "mark"
-        return f"{self.id}  {what}: {self.reason}, {self.objects} objects, {self.bytes / 2**20:,.1f} MiB"
+        return f"{self.id}  {what}: {self.reason}, {count(self.objects, 'object')}, {size(self.bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,8 @@ class GcPlan:
     """`garbage`: to be marked, waiting, or due. `odds`: single names to be deleted, each with its reason: temporaries
     and copies in the trash that outlived their use, leases of superseded attempts. `void`: marks that speak of nothing
     any more, and tombstones of removers that died. `kept`: saves that look like garbage and are left alone, each with
-    the reason. `forgotten`: what other places of the repository still hold of saves that it no longer knows."""
+    the reason. `forgotten`: what other places of the repository still hold of saves that it no longer knows. `now`:
+    nothing waits for its grace."""
 
     where: str
     grace_s: float
@@ -127,6 +125,7 @@ class GcPlan:
     kept: tuple[tuple[CheckpointId, str], ...]
     finished: tuple[tuple[str, int], ...]
     forgotten: tuple[ForgottenSave, ...] = ()
+    now: bool = False
 
     @property
     def bytes(self) -> int:
@@ -135,7 +134,7 @@ class GcPlan:
 
     def __str__(self) -> str:
         due = sum(found.due for found in self.garbage)
-        lines = [f"gc of {self.where}: {due} saves to delete, {self.bytes / 2**20:,.1f} MiB"]
+        lines = [f"gc of {self.where}: {count(due, 'save')} to delete, {size(self.bytes)}"]
         lines += [f"  {found}" for found in self.garbage]
         lines += [f"  {name}  delete: {reason}" for name, reason in self.odds]
         lines += [f"  {found.id}  delete from {found.place}: no longer known" for found in self.forgotten]
@@ -156,9 +155,19 @@ class GcReport:
     forgotten: int = 0
 
 
-def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None = None) -> GcPlan:
+def plan_gc(
+    repo: Repo,
+    *,
+    grace_s: float = GRACE_S,
+    finished: Finished | None = None,
+    now: bool = False,
+    force: bool = False,
+) -> GcPlan:
     """What a visit would mark and delete. `grace_s`: seconds between mark and deletion, by the store's own clock; to
     read that, one small object is put and deleted again.
+
+    `now`: deletes everything that nothing reaches in this one visit, also what was never marked; but not the last
+    checkpoint of a run that could still be restored, unless `force`.
 
     `finished`: runs known to have no live owner; by default found out where it matters, which takes 15 s if one lived
     on another host and did not say goodbye. Raises CorruptionError where a ref cannot be read: it may name anything.
@@ -167,22 +176,25 @@ def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None =
     named = {ref.id for ref in list_refs(repo)}
     open_runs = {save.id.run for save in census.saves.values() if save.state in ("unfinished", "closed")}
     known = finished_runs(repo, sorted(open_runs)) if finished is None else dict(finished)
-    with probe(repo) as name:
-        now_ns = repo.store.stat(name).modified_ns
-        void = list(_dead_tombstones(repo, census, name))
+    now_ns, void = _clock_and_dead_tombstones(repo, census, now=now)
     garbage, kept = [], []
+    last = {} if force or not now else _last_restorable(repo, census)
     for save in sorted(census.saves.values(), key=lambda save: save.id):
         reached = _reached(repo, save, named, known)
-        marks = [] if reached else valid_marks(repo, save)
+        marks = [] if reached else [mark.entry for mark in valid_marks(repo, save)]
         void += [entry.name for entry in save.marks if entry not in marks]
-        if not reached:
+        if not reached and save.id in last:
+            kept.append((save.id, last[save.id]))
+        elif not reached:
             age = max((age_s(repo, mark, now_ns) for mark in marks), default=0.0)
-            garbage.append(_garbage(save, marked=bool(marks), left_s=max(0.0, grace_s - age)))
-        elif save.state in ("unfinished", "removed", "damaged", "closed"):
+            left_s = 0.0 if now else max(0.0, wait_s(save, grace_s) - age)
+            garbage.append(_garbage(save, marked=bool(marks), left_s=left_s, due=now or (bool(marks) and left_s <= 0)))
+        elif save.state in ("unfinished", "removed", "damaged", "closed") and reached != NOTHING_LEFT:
             kept.append((save.id, reached))
     forgotten, ahead = unknown(repo)
     kept += ahead
-    odds = tuple(_odds(repo, census, now_ns, grace_s))
+    # What is not marked may be at work: a temporary of a living process is minutes old at most.
+    odds = tuple(_odds(repo, census, now_ns, STALE_S if now else grace_s)) if now_ns else ()
     return GcPlan(
         repo.url,
         grace_s,
@@ -192,7 +204,43 @@ def plan_gc(repo: Repo, *, grace_s: float = GRACE_S, finished: Finished | None =
         tuple(kept),
         tuple(sorted(known.items())),
         forgotten,
+        now,
     )
+
+
+def _clock_and_dead_tombstones(repo: Repo, census: Census, *, now: bool) -> tuple[int, list[str]]:
+    """Returns the store's clock in ns, and the tombstones of dead removers. With `now` on a full disk, where not even
+    an object to read the clock from can be put: 0, and none."""
+    try:
+        with probe(repo) as name:
+            return repo.store.stat(name).modified_ns, list(_dead_tombstones(repo, census, name))
+    except StoreFull:
+        if not now:
+            raise
+        return 0, []
+
+
+def _last_restorable(repo: Repo, census: Census) -> dict[CheckpointId, str]:
+    """Returns, for each run without a checkpoint that can be restored, the newest in the trash that can, and why it is
+    left alone. Looks at every object of a checkpoint, but not at every byte."""
+    found: dict[CheckpointId, str] = {}
+    for run in sorted({save.id.run for save in census.saves.values() if save.state == "removed"}):
+        newest_first = sorted((save for save in census.saves.values() if save.id.run == run), key=lambda save: save.id)
+        newest_first.reverse()
+        if any(save.state == "committed" and _can_be_restored(repo, save) for save in newest_first):
+            continue
+        removed = (save for save in newest_first if save.state == "removed" and _can_be_restored(repo, save))
+        last = next(removed, None)
+        if last is not None:
+            back = typed("tenuto", "undelete", repo.url, last.id)
+            found[last.id] = f"the last of run {run} that can be restored: {back} brings it back, --force frees it"
+    return found
+
+
+def _can_be_restored(repo: Repo, save: SaveDirectory) -> bool:
+    if save.state == "removed":
+        return save.manifest is not None and not inspect(repo, save.id, save.manifest).harmed
+    return verification_state(repo, save.id) != "suspect" and not inspect(repo, save.id).harmed
 
 
 def execute(repo: Repo, plan: GcPlan) -> GcReport:
@@ -204,7 +252,7 @@ def execute(repo: Repo, plan: GcPlan) -> GcReport:
     for found in plan.garbage:
         if found.due:
             try:
-                why = _delete(repo, found.id, finished)
+                why = _delete(repo, found.id, finished, now=plan.now)
             except CorruptionError as error:
                 why = error.message
             if why:
@@ -213,7 +261,7 @@ def execute(repo: Repo, plan: GcPlan) -> GcReport:
                 deleted.append(found.id)
                 nbytes += found.bytes
         elif not found.marked:
-            put_mark(repo, census_of(repo, found.id))
+            put_mark(repo, census_of(repo, found.id), by="gc")
             marked.append(found.id)
     repo.store.delete([name for name, _ in plan.odds])
     lost = [one for one in plan.forgotten if free_forgotten(repo, one)]
@@ -221,14 +269,33 @@ def execute(repo: Repo, plan: GcPlan) -> GcReport:
     return GcReport(tuple(marked), tuple(deleted), nbytes, len(plan.odds), tuple(spared), len(lost))
 
 
-def _delete(repo: Repo, id: CheckpointId, finished: Finished) -> str:
-    """Deletes one marked save; or says why it is spared."""
-    stone = put_tombstone(repo, id, reason="gc")
+def free_expired(repo: Repo, run: str, *, by: By, grace_s: float = GRACE_S) -> tuple[CheckpointId, ...]:
+    """Frees what removals by `by` have put into the trash of a run and whose grace is over, as a visit of gc would.
+    Returns what it freed. Costs one listing where the trash is empty."""
+    freed = []
+    for save in [census_of(repo, id) for id in ids_in_trash(repo, run)]:
+        marks = [mark for mark in valid_marks(repo, save) if mark.by == by] if save.state == "removed" else []
+        if marks:
+            with probe(repo) as name:
+                age = max(age_s(repo, mark.entry, repo.store.stat(name).modified_ns) for mark in marks)
+            if age >= wait_s(save, grace_s) and not _delete(repo, save.id, {}):
+                freed.append(save.id)
+    return tuple(freed)
+
+
+def _delete(repo: Repo, id: CheckpointId, finished: Finished, *, now: bool = False) -> str:
+    """Deletes one marked save, or with `now` one that need not be; or says why it is spared."""
+    try:
+        stone = put_tombstone(repo, id, reason="gc")
+    except StoreFull:
+        if not now:
+            raise
+        return _delete_on_full_disk(repo, id)
     crashpoint("tombstone put, manifest still there")
     try:
         save = census_of(repo, id)
         why = _reached(repo, save, {ref.id for ref in list_refs(repo)}, finished)
-        if not why and not valid_marks(repo, save):
+        if not why and not now and not valid_marks(repo, save):
             why = "its mark has been taken back"
         if not why and not still_exists(repo, stone):
             why = "its tombstone has been taken back"
@@ -245,7 +312,28 @@ def _delete(repo: Repo, id: CheckpointId, finished: Finished) -> str:
     return why
 
 
-def _reached(repo: Repo, save: SaveDirectory, named: set[CheckpointId], finished: Finished) -> str:
+def _delete_on_full_disk(repo: Repo, id: CheckpointId) -> str:
+    """Deletes what lies in the trash where there is no room for a tombstone; says why, if it does not.
+
+    The copies in the trash make room for the aborted mark, and go first. Without them no undelete can begin, and one
+    that has begun either finds the mark, or has put the manifest and is found here.
+    """
+    save = census_of(repo, id)
+    named = {ref.id for ref in list_refs(repo)}
+    if save.state != "removed" or id in named:
+        return "there is no room to announce its removal"
+    repo.store.delete([entry.name for entry in save.trash])
+    if not close(repo, save, by="gc"):
+        return "it has a manifest"
+    sweep(repo, save, keep_begin=False)
+    repo.store.delete([entry.name for entry in save.marks])
+    return ""
+
+
+NOTHING_LEFT = "nothing is left of it"
+
+
+def _reached(repo: Repo, save: SaveDirectory, named: Collection[CheckpointId], finished: Finished) -> str:
     """Returns why a save is not garbage; empty if it is."""
     if save.state == "committed":
         return "it has a manifest"
@@ -254,7 +342,7 @@ def _reached(repo: Repo, save: SaveDirectory, named: set[CheckpointId], finished
     if save.id in named:
         return "a ref names it"
     if save.state == "closed":
-        return "" if _anything_left(save) else "nothing is left of it"
+        return "" if _anything_left(save) else NOTHING_LEFT
     if save.state == "unfinished" and may_still_save(repo, save.id, finished):
         return "its process may still be saving it"
     if save.state == "unfinished" and not _claimed(repo, save.id):
@@ -284,14 +372,14 @@ def _claimed(repo: Repo, id: CheckpointId) -> bool:
         return False
 
 
-def _garbage(save: SaveDirectory, *, marked: bool, left_s: float) -> Garbage:
+def _garbage(save: SaveDirectory, *, marked: bool, left_s: float, due: bool) -> Garbage:
     reason = {
         "unfinished": "a save that its process never finished",
         "closed": "a save that was aborted",
-        "removed": "removed by hand",
+        "removed": "in the trash",
     }[save.state]
     own = list(save.own())
-    return Garbage(save.id, reason, len(own), sum(entry.length for entry in own), marked, left_s)
+    return Garbage(save.id, reason, len(own), sum(entry.length for entry in own), marked, left_s, due)
 
 
 def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[tuple[str, str]]:
@@ -334,63 +422,3 @@ def _closing_attempt(repo: Repo, run: str) -> int:
         if beat is not None and beat.closed:
             return number
     return 0
-
-
-# --------------------------------------------------------------------------------------------------
-# Marks, which the first visit puts. They lie apart from the tombstones of removals: those end within seconds and hold
-# up whoever comes to depend on the checkpoint; a mark waits for days, and is void as soon as its subject has changed.
-
-
-@contextmanager
-def probe(repo: Repo) -> Iterator[str]:
-    """Puts an object to read the store's clock from, and deletes it at the end of the block. Yields its name."""
-    token = secrets.token_hex(16)
-    name = f"{MARKS}/probe-{token}.json"
-    objects.put(repo.store, name, objects.encode("probe", name, {"id": token}, repo.id), token=token)
-    try:
-        yield name
-    finally:
-        repo.store.delete([name])
-
-
-def store_now(repo: Repo) -> int:
-    """Returns the store's clock, in ns."""
-    with probe(repo) as name:
-        return repo.store.stat(name).modified_ns
-
-
-def age_s(repo: Repo, entry: Entry, now_ns: int) -> float:
-    """Returns the seconds since the object was put, by the store's clock; 0 if it vanished."""
-    try:
-        return (now_ns - repo.store.stat(entry.name).modified_ns) / 1e9
-    except ObjectNotFound:
-        return 0.0
-
-
-def put_mark(repo: Repo, save: SaveDirectory) -> None:
-    token = secrets.token_hex(16)
-    name = f"{mark_directory(save.id)}/{token}.json"
-    body = {"created": now_text(), "id": token, "subject": _subject(save)}
-    objects.put(repo.store, name, objects.encode("mark", name, body, repo.id), token=token)
-
-
-def valid_marks(repo: Repo, save: SaveDirectory) -> list[Entry]:
-    """Returns the marks that refer to the save as it is now. One from before a removal that was undone and repeated
-    does not count: otherwise the second removal had no grace."""
-    return [entry for entry in save.marks if _speaks_of(repo, entry, save)]
-
-
-def _speaks_of(repo: Repo, entry: Entry, save: SaveDirectory) -> bool:
-    try:
-        found = objects.decode("mark", entry.name, repo.store.get(entry.name, limit=objects.SMALL), repo.id)
-        return found.text("subject") == _subject(save)
-    except (ObjectNotFound, CorruptionError):
-        return False
-
-
-def _subject(save: SaveDirectory) -> str:
-    """Returns the subject of a mark: a removed checkpoint by its removals (each has its own copy in the trash), a save
-    by its id."""
-    if save.state == "removed":
-        return "removed " + " ".join(sorted(entry.name.rpartition("/")[2] for entry in save.trash))
-    return f"unfinished {save.save_id}"

@@ -1,7 +1,7 @@
 """Remove (`rm`): a checkpoint's manifest goes into the trash. Its packs stay until gc, and until then it can come back.
 
 The order (I2): a tombstone, so that whoever comes to need the checkpoint sees it; a check of who needs it, so that
-whoever came before is seen; the copy in the trash; the manifest; the tombstone taken back.
+whoever came before is seen; the copy in the trash; the manifest; the mark; the tombstone taken back.
 """
 
 from __future__ import annotations
@@ -10,26 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tenuto.crashpoints import crashpoint
-from tenuto.errors import (
-    AlreadyExists,
-    CheckpointNotFound,
-    CorruptionError,
-    ObjectNotFound,
-    RemovalRefused,
-    TenutoError,
-    typed,
-)
+from tenuto.errors import CheckpointNotFound, CorruptionError, RemovalRefused, TenutoError, typed
 from tenuto.events import Emitter, Removed
+from tenuto.maintenance.trash import move_into_trash
 from tenuto.model.ids import CheckpointId
-from tenuto.repo.format import object_names
-from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.lineage import walk
 from tenuto.repo.notes import ignore, notes, verification_of
 from tenuto.repo.ownership.owner_watch import Finished, finished_runs, is_finished
 from tenuto.repo.refs import list_refs
 from tenuto.repo.repository import Repo
-from tenuto.repo.tombstones import Tombstone, put_tombstone, still_exists, take_back
-from tenuto.store.contract import Bytes
+from tenuto.repo.tombstones import put_tombstone, take_back
+from tenuto.units import count, size
 
 # --------------------------------------------------------------------------------------------------
 # Who needs a checkpoint: what a removal asks after it has announced itself, and before it removes anything.
@@ -117,7 +108,7 @@ class RemovePlan:
         return tuple(removal for removal in self.removals if _blocking(removal.needs, force=self.force))
 
     def __str__(self) -> str:
-        lines = [f"remove {len(self.removals)} of {self.where}, {self.bytes / 2**20:,.1f} MiB after gc"]
+        lines = [f"remove {count(len(self.removals), 'checkpoint')} of {self.where}, {size(self.bytes)} after gc"]
         for removal in self.removals:
             blocking = _blocking(removal.needs, force=self.force)
             why = f"refused: {'; '.join(need.reason for need in blocking)}" if blocking else "removed"
@@ -156,7 +147,7 @@ def execute(repo: Repo, plan: RemovePlan, *, emitter: Emitter | None = None) -> 
     for removal in plan.removals:
         remove(repo, removal.id, finished=dict(plan.finished), force=plan.force)
         removed.append(removal.id)
-        (emitter or Emitter()).emit(Removed(removal.id, "removed by hand; `undelete` can bring it back until gc"))
+        (emitter or Emitter()).emit(Removed(removal.id, "removed by hand; `tenuto undelete` brings it back for 24 h"))
     return tuple(removed)
 
 
@@ -168,40 +159,21 @@ def remove(repo: Repo, id: CheckpointId, *, finished: Finished, force: bool) -> 
         blocking = _blocking(dependents(repo, id, finished), force=force)
         if blocking:
             raise refusal(id, blocking)
-        _put_into_trash(repo, stone)
-        crashpoint("copy in trash, manifest still there")
-        if not still_exists(repo, stone):
+        if not move_into_trash(repo, stone, by="rm"):
             raise RemovalRefused(
                 f"{id} was not removed: its tombstone has been taken back by a claim of the run",
                 subject=str(id),
                 hint=typed("tenuto", "rm", repo.url, id),
             )
-        repo.store.delete([id.manifest])
-        repo.store.settle(id.manifest)
     except TenutoError:
         take_back(repo, stone)
         raise
-    crashpoint("manifest removed, packs still there")
     take_back(repo, stone)
 
 
 def refusal(id: CheckpointId, blocking: Sequence[Dependent]) -> RemovalRefused:
     reasons = "; ".join(need.reason for need in blocking)
     return RemovalRefused(f"{id} is not removed: {reasons}", subject=str(id), hint=blocking[0].hint)
-
-
-def _put_into_trash(repo: Repo, stone: Tombstone) -> None:
-    """Puts the manifest's bytes, damaged or not, under a name that no earlier removal has used."""
-    try:
-        data = repo.store.get(stone.id.manifest, limit=MAX_MANIFEST)
-    except ObjectNotFound:
-        raise CheckpointNotFound(f"{stone.id} was removed meanwhile", subject=str(stone.id)) from None
-    token = stone.name.rpartition("/")[2].removesuffix(".json")
-    name = f"{object_names.trash_directory(stone.id)}/{token}.json"
-    try:
-        repo.store.put_if_absent(name, Bytes(data), token=token)
-    except AlreadyExists:
-        repo.store.settle(name)  # our own: the reply to an earlier try was lost
 
 
 def _blocking(found: Sequence[Dependent], *, force: bool) -> list[Dependent]:

@@ -21,8 +21,8 @@ from tenuto.errors import (
     typed,
 )
 from tenuto.maintenance.census import SaveDirectory, census_of
-from tenuto.maintenance.gc import GRACE_S, age_s, probe, store_now, valid_marks
 from tenuto.maintenance.inspect import inspect, scan
+from tenuto.maintenance.marks import GRACE_S, age_s, probe, store_now, valid_marks
 from tenuto.maintenance.remove import remove
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import objects
@@ -30,14 +30,13 @@ from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.ownership.owner_watch import finished_runs
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import dead_tombstones, is_tombstoned, take_back
-
-MARGIN_S = 3600.0
-"""Undelete keeps away from gc by this much: bringing a checkpoint back takes time."""
+from tenuto.units import seconds, size
 
 
 @dataclass(frozen=True, slots=True)
 class UndeletePlan:
-    """`trash`: where the manifest lies now. `left_s`: seconds until gc may take the packs; None: not marked yet."""
+    """`trash`: where the manifest lies now. `left_s`: seconds for which it can still be brought back; None: nothing has
+    marked it yet, and its grace has not begun."""
 
     where: str
     id: CheckpointId
@@ -47,25 +46,23 @@ class UndeletePlan:
     grace_s: float
 
     def __str__(self) -> str:
-        left = (
-            "gc has not marked it yet" if self.left_s is None else f"{self.left_s / 3600:,.1f} h before gc may take it"
-        )
-        return f"undelete {self.id} of {self.where}, {self.bytes / 2**20:,.1f} MiB to be checked ({left})"
+        left = "its grace has not begun" if self.left_s is None else f"possible for {seconds(self.left_s)}"
+        return f"undelete {self.id} of {self.where}, {size(self.bytes)} to be checked ({left})"
 
 
 def plan_undelete(repo: Repo, id: CheckpointId, *, grace_s: float = GRACE_S) -> UndeletePlan:
-    """Raises CheckpointNotFound where there is nothing to bring back; RepositoryError where less than an hour of the
-    grace is left. `grace_s`: as gc is run here."""
+    """Raises CheckpointNotFound where there is nothing to bring back; RepositoryError where the grace is over: gc waits
+    for another hour only, and bringing a checkpoint back takes time. `grace_s`: as gc is run here."""
     save = census_of(repo, id)
     if save.state == "committed":
         raise RepositoryError(f"{id} is not removed", subject=str(id), hint=typed("tenuto", "verify", repo.url))
     if save.state != "removed" or save.manifest is None:
         raise _nothing(repo, save)
     left = _left_s(repo, save, grace_s)
-    if left is not None and left < MARGIN_S:
+    if left is not None and left <= 0:
         raise RepositoryError(
-            f"{id} cannot be brought back any more: gc may delete its packs in {max(left, 0.0) / 60:.0f} minutes, "
-            "and an hour is needed",
+            f"{id} cannot be brought back any more: it was removed more than {seconds(grace_s)} ago, and gc may delete "
+            "its packs at any time",
             subject=str(id),
             hint=f"where gc is run with a longer grace: {typed('tenuto', 'undelete', repo.url, id)} --grace HOURS",
         )
@@ -146,7 +143,7 @@ def _left_s(repo: Repo, save: SaveDirectory, grace_s: float) -> float | None:
     if not marks:
         return None
     now_ns = store_now(repo)
-    return grace_s - max(age_s(repo, mark, now_ns) for mark in marks)
+    return grace_s - max(age_s(repo, mark.entry, now_ns) for mark in marks)
 
 
 def _trash_of(repo: Repo, save: SaveDirectory) -> str:
@@ -162,7 +159,7 @@ def _trash_of(repo: Repo, save: SaveDirectory) -> str:
 
 def _nothing(repo: Repo, save: SaveDirectory) -> CheckpointNotFound:
     why = {
-        "closed": "gc has begun to delete it",
+        "closed": "its space has been freed",
         "removed": "its manifest in the trash is damaged",
         "damaged": save.message,
     }.get(save.state, "nothing of it is in the trash")

@@ -158,6 +158,18 @@ def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[s
     }
 
 
+def worth_a_grace(line: Sequence[CheckpointFacts], policy: KeepPolicy) -> set[CheckpointId]:
+    """Returns what of a line of training that was left behind must not go at once: whoever left it may want to go back.
+
+    line: newest first. Of those not known to be damaged: the newest, the last one verified, and the best by each metric
+    that a `keep.best` of `policy` names.
+    """
+    whole = [facts for facts in line if not facts.suspect]
+    firsts = [whole, [facts for facts in whole if facts.verified]]
+    firsts += [Best(1, part.metric, part.mode).ranked(whole) for part in _parts(policy) if isinstance(part, Best)]
+    return {found[0].id for found in firsts if found}
+
+
 def _parts(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
     return policy.parts if isinstance(policy, Union) else (policy,)
 

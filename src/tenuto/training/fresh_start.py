@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from tenuto.engine.memory_tier.listing import images
-from tenuto.errors import RepositoryError
-from tenuto.events import Emitter
+from tenuto.errors import RepositoryError, typed
+from tenuto.events import Emitter, Warned
+from tenuto.model.ids import CheckpointId, attempt_key
+from tenuto.policy.keep import KeepPolicy
 from tenuto.store.contract import Store
 
 RESTARTS: Final = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -58,6 +60,22 @@ def warn_of_fresh_start(url: str, run: str, emitter: Emitter) -> None:
             f"this job was started again ({again}), and run {run!r} at {url} has no checkpoint: it starts from scratch",
             run,
         )
+
+
+def report_left_behind(
+    url: str, newest: CheckpointId, taken: CheckpointId | None, *, keep: KeepPolicy, emitter: Emitter
+) -> None:
+    """Called where a run was told to start over, or to go back to `taken`: says what that leaves, for how long it is
+    kept, and how to go back to it. newest: what the run would have resumed from."""
+    to = "starts over" if taken is None else f"goes back to step {taken.step}"
+    back = f"resume_from='{attempt_key(newest.attempt)}/{newest.step}' goes back to it"
+    if keep.keeps_all():
+        how_long = f"it is kept; {back}"
+    else:
+        undelete = typed("tenuto", "undelete", url, newest)
+        how_long = f"it is kept until keep= drops it, and then for 24 h in the trash (`{undelete}`); {back}"
+    message = f"run {newest.run} {to} and leaves step {newest.step} behind, {newest}: {how_long}"
+    emitter.emit(Warned(message, newest.run))
 
 
 def _evidence(url: str) -> str:

@@ -28,7 +28,7 @@ from tenuto.state.position.training_position import Counters, TrainingPosition
 from tenuto.state.restore.match import match_state
 from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
-from tenuto.training.fresh_start import warn_of_fresh_start
+from tenuto.training.fresh_start import report_left_behind, warn_of_fresh_start
 
 WRITING_S = 10.0
 """How long a Checkpointer waits for a save that an earlier one of this process was interrupted at."""
@@ -57,6 +57,7 @@ class RunClaim:
         self._position = position
         self._resume_from = settings.resume_from
         self._takeover = settings.takeover
+        self._keep = settings.keep
         self._wait_s = settings.wait_for_owner_s
         self._emitter = emitter
         self._group = group
@@ -114,7 +115,10 @@ class RunClaim:
             elif self._resume_from is not None and self._group.coordinates:
                 warn_of_fresh_start(self._repo.url, self._run, self._emitter)
             if self._group.coordinates:
-                report_skipped(self._emitter, self._repo.url, skipped, None if result is None else result.id)
+                taken, newest = None if result is None else result.id, self._newest
+                if self._resume_from != "latest" and newest not in (None, taken) and newest.run == run_key(self._run):
+                    report_left_behind(self._repo.url, newest, taken, keep=self._keep, emitter=self._emitter)
+                report_skipped(self._emitter, self._repo.url, skipped, taken)
             if result is not None:
                 self._report_resumed(result)
             self.done = True

@@ -12,6 +12,7 @@ from tenuto.concurrency.worker_threads import lower_priority
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.errors import TenutoError
 from tenuto.events import Emitter
+from tenuto.maintenance.gc import free_expired
 from tenuto.maintenance.replica_tidy import tidy_replicas
 from tenuto.maintenance.retention import execute, plan_retention
 from tenuto.model.ids import CheckpointId
@@ -24,6 +25,10 @@ from tenuto.repo.repository import Repo
 PUT_OFF: Final = 256
 """A round judges every checkpoint that is kept. So that its cost for each save does not grow with their number, one
 follows each commit of a run that keeps fewer than this, every second commit where twice as many are kept, and so on."""
+
+TRASH_EVERY_S: Final = 3600.0
+"""A round looks into the trash, to free what retention put there a day ago, once in so many seconds, and so does the
+first one: what lies there costs a few calls of the store, and is not urgent."""
 
 
 class RetentionWorker:
@@ -55,6 +60,7 @@ class RetentionWorker:
         self._state = threading.Lock()
         self._thread: threading.Thread | None = None
         self._again = False
+        self._looked_into_trash: float | None = None
         self._step = 0
         """The last committed step."""
         self._put_off: tuple[Attempt, int] | None = None
@@ -106,7 +112,14 @@ class RetentionWorker:
             removed += len(execute(self._repo, attempt, plan, emitter=self._emitter, catalog=self._catalog))
             if not self._catalog.plan_again:
                 break
-        return removed
+        return removed + self._empty_trash(attempt)
+
+    def _empty_trash(self, attempt: Attempt) -> int:
+        now = time.monotonic()
+        if self._looked_into_trash is not None and now < self._looked_into_trash + TRASH_EVERY_S:
+            return 0
+        self._looked_into_trash = now
+        return len(free_expired(self._repo, attempt.run, by="retention"))
 
     def _clean_places(self, attempt: Attempt, *, everybody: bool) -> int:
         if not (self._leads or (everybody and self._spread)):

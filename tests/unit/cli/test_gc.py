@@ -1,5 +1,6 @@
 import json
 import os
+import re
 
 import pytest
 
@@ -12,34 +13,67 @@ def removed(cli, place):
 
 
 def marked_hours_ago(cli, place, hours):
-    """Removed, and visited by gc so long ago."""
+    """Removed so long ago."""
     removed(cli, place)
-    assert cli("gc", place)[0] == 0
     for mark in place.glob("tombstones/gc/*/*/*/*.json"):
         then = mark.stat().st_mtime - hours * 3600
         os.utime(mark, (then, then))
 
 
-def test_gc_marks_first_and_deletes_after_the_grace(cli, place):
+def test_gc_says_when_it_frees_what_is_in_the_trash_and_frees_it_then(cli, place):
     removed(cli, place)
     assert cli("gc", place) == (
         0,
         """\
-  gpt/a0001/2  mark, goes in 24 h: removed by hand, 198 KiB
-  gpt/a0001/6  mark, goes in 24 h: removed by hand, 198 KiB
-2 saves to mark
-2 saves marked
+  gpt/a0001/2  wait 25.0 h: in the trash, 198 KiB
+  gpt/a0001/6  wait 25.0 h: in the trash, 198 KiB
+2 saves waiting (397 KiB)
 """,
-        "hint: what is marked is deleted by the first gc after 24 h\n",
+        "hint: the first gc after 25.0 h frees 397 KiB; tenuto gc /ckpts --now frees it now\n",
     )
-    assert cli("gc", place)[1].splitlines()[0].startswith("  gpt/a0001/2  wait 24.0 h: ")
     status, out, err = cli("gc", place, "--grace", "0")
     assert (status, err.splitlines()[0]) == (2, "error: nothing was done: there is no terminal to ask on")
     status, out, _ = cli("gc", place, "--grace", "0", "--yes")
-    assert out.splitlines()[-1] == "2 saves deleted, 397 KiB freed"
+    assert re.fullmatch(
+        r"2 saves deleted, 397 KiB freed \(\S+ \S+ free there now, \S+ \S+ before\)", out.splitlines()[-1]
+    )
     assert not (place / "runs/gpt/a0001/step-00000002/rank-00000.safetensors").exists()
     assert cli("verify", place)[0] == 0
     assert cli("gc", place)[1].splitlines()[-1] == "nothing to free"
+
+
+def test_gc_now_frees_at_once_and_says_how_much(cli, place):
+    removed(cli, place)
+    status, _, err = cli("gc", place, "--now")
+    assert (status, "--yes does it without asking" in err) == (2, True)
+    found = json.loads(cli("gc", place, "--now", "--yes", "--json")[1])
+    assert (found["now"], found["done"]["bytes"], len(found["done"]["deleted"])) == (True, found["bytes"], 2)
+    assert found["bytes"] > 390 * 1024
+    assert found["done"]["free_before"] > 0 < found["done"]["free_after"]
+    assert not (place / "runs/gpt/a0001/step-00000002/rank-00000.safetensors").exists()
+    assert cli("verify", place)[0] == 0
+    assert cli("gc", place, "--now", "--yes") == (
+        0,
+        "nothing to free\n",
+        "hint: tenuto keep /ckpts --latest 1 --now frees all but the newest checkpoint of a run, and asks first\n",
+    )
+
+
+def test_gc_now_leaves_the_last_that_can_be_restored_and_says_how_to_have_it_back(cli, place):
+    assert cli("rm", place, "small/a0001/1", "--force", "--yes")[0] == 0
+    status, out, _ = cli("gc", place, "--now", "--yes")
+    assert (status, out) == (
+        0,
+        "  1 save left alone: the last of run small that can be restored: "
+        "tenuto undelete /ckpts small/a0001/1 brings it back, --force frees it\nnothing to free\n",
+    )
+    assert cli("undelete", place, "small/a0001/1", "--dry-run")[0] == 0
+    assert "1 save deleted" in cli("gc", place, "--now", "--force", "--yes")[1]
+
+
+def test_gc_now_takes_no_grace_and_force_needs_now(cli, place):
+    assert cli("gc", place, "--now", "--grace", "5")[0] == 2
+    assert cli("gc", place, "--force")[0] == 2
 
 
 def test_gc_dry_run_does_nothing(cli, place):
@@ -74,7 +108,7 @@ def test_gc_of_a_tidy_repository(cli, place):
 def test_undelete(cli, place):
     removed(cli, place)
     assert cli("undelete", place, "2", "--run", "gpt", "--dry-run")[1] == (
-        "gpt/a0001/2 can come back, 198 KiB to be checked\n"
+        "gpt/a0001/2 can come back for 24.0 h, 198 KiB to be checked\n"
     )
     assert cli("undelete", place, "2", "gpt/a0001/6", "--run", "gpt")[:2] == (
         0,
@@ -86,12 +120,12 @@ def test_undelete(cli, place):
 
 def test_undelete_keeps_away_from_gc_by_the_grace_that_gc_is_run_with(cli, place):
     marked_hours_ago(cli, place, 48)
-    assert "wait 120.0 h" in cli("gc", place, "--grace", "168", "--dry-run")[1]
+    assert "wait 121.0 h" in cli("gc", place, "--grace", "168", "--dry-run")[1]
     status, _, err = cli("undelete", place, "2", "--run", "gpt")
     hint = "hint: where gc is run with a longer grace: tenuto undelete /ckpts gpt/a0001/2 --grace HOURS"
     assert (status, err.splitlines()[-1]) == (10, hint)
     status, out, _ = cli("undelete", place, "2", "--run", "gpt", "--grace", "168", "--dry-run")
-    assert (status, out) == (0, "gpt/a0001/2 can come back, 198 KiB to be checked; gc may take it in 120.0 h\n")
+    assert (status, out) == (0, "gpt/a0001/2 can come back for 120.0 h, 198 KiB to be checked\n")
     assert cli("undelete", place, "2", "--run", "gpt", "--grace", "168")[1] == "gpt/a0001/2 is back, 198 KiB verified\n"
 
 
@@ -102,6 +136,16 @@ def test_undelete_of_what_is_not_removed(cli, place):
     status, _, err = cli("undelete", place, "99", "--run", "gpt")
     assert err.splitlines()[0] == (
         "error: no removed checkpoint 99 in run 'gpt'; in the trash: gpt/a0001/6, gpt/a0001/2"
+    )
+
+
+def test_undelete_of_what_gc_has_freed_says_so(cli, place):
+    removed(cli, place)
+    assert cli("gc", place, "--now", "--yes")[0] == 0
+    status, _, err = cli("undelete", place, "2", "--run", "gpt")
+    assert (status, err.splitlines()[0]) == (
+        11,
+        "error: gpt/a0001/2 cannot be brought back: its space has been freed",
     )
 
 

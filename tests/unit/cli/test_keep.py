@@ -1,9 +1,11 @@
 import json
+import re
 
 import numpy as np
 
 import tenuto
 from tenuto import every, keep
+from tenuto.cli.commands import keep as keep_command
 from tenuto.maintenance.verify import assert_whole
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.lineage import latest
@@ -30,6 +32,28 @@ def test_keep_shows_what_would_go_and_does_nothing(cli, made):
 """,
         "",
     )
+
+
+def test_keep_moves_into_the_trash_and_says_how_long_it_can_come_back(cli, place):
+    status, out, err = cli("keep", place, "--run", "gpt", "--every-steps", "4", "--yes")
+    assert (status, out.splitlines()[-1]) == (0, "2 checkpoints moved into the trash")
+    assert err.splitlines() == [
+        "`tenuto undelete` can bring it back for 24 h; `tenuto gc` frees its space after 25 h",
+        "hint: to free it now: tenuto gc /ckpts --now",
+    ]
+    assert cli("undelete", place, "gpt/a0001/2", "gpt/a0001/6")[0] == 0
+    assert_whole(Repo.open(open_store(place)))
+
+
+def test_keep_now_frees_at_once(cli, place, monkeypatch):
+    asked = []
+    monkeypatch.setattr(keep_command, "agreed", lambda question, yes: asked.append(question) or True)
+    status, out, err = cli("keep", place, "--run", "gpt", "--every-steps", "4", "--now")
+    assert (status, err) == (0, "")
+    assert re.fullmatch(r"2 checkpoints freed, \d+ KiB", out.splitlines()[-1])
+    assert asked[0].startswith("Free 2 checkpoints, ") and asked[0].endswith("There is no way to bring them back.")
+    assert cli("ls", place, "--trash")[1] == ""
+    assert not (place / "runs/gpt/a0001/step-00000002/rank-00000.safetensors").exists()
 
 
 def test_keep_frees_as_the_runs_own_attempt_and_changes_nothing_of_latest(cli, place):

@@ -112,6 +112,7 @@ def test_ls_json(cli, made):
         "tags": [],
         "message": None,
         "verdict": None,
+        "goes": None,
     }
     assert gpt["checkpoints"][0]["metrics"]["late"] == 0.25
 

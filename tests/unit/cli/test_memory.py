@@ -120,15 +120,28 @@ def test_a_damaged_image_is_not_written(cli, left, root):
 
 
 def test_clear_asks_and_removes_what_is_dead(cli, left, root):
-    status, out, err = cli("memory", "clear")
+    status, out, err = cli("memory", "clear", left)
     assert (status, "--yes" in err) == (2, True)
     assert len(images(cli)) == 2
-    assert json.loads(cli("memory", "clear", "--dry-run", "--json")[1])["removed"] == []
-    assert cli("memory", "clear", "--run", "other", "--yes")[1] == "no dead process has left an image in memory\n"
-    out = cli("memory", "clear", "--yes")[1]
+    assert json.loads(cli("memory", "clear", left, "--dry-run", "--json")[1])["removed"] == []
+    nothing = "no dead process of yours has left an image in memory\n"
+    assert cli("memory", "clear", left, "--run", "other", "--yes")[1] == nothing
+    out = cli("memory", "clear", left, "--yes")[1]
     assert out.splitlines()[-1].startswith("2 images removed, ")
     assert images(cli) == []
     assert live(left).began == 0
+
+
+def test_clear_leaves_what_belongs_to_another_repository_alone_unless_all_are_meant(cli, left, tmp_path, root):
+    status, _, err = cli("memory", "clear", "--yes")
+    assert (status, err.splitlines()[0]) == (2, "error: whose images? Give a repository, or --all for those of all")
+    assert cli("memory", "clear", left, "--all", "--yes")[0] == 2
+    Repo.create_or_open(open_store(tmp_path / "other"))
+    nothing = "no dead process of yours has left an image in memory\n"
+    assert cli("memory", "clear", tmp_path / "other", "--yes")[1] == nothing
+    assert len(images(cli)) == 2
+    assert cli("memory", "clear", "--all", "--yes")[1].splitlines()[-1].startswith("2 images removed, ")
+    assert images(cli) == []
 
 
 def test_images_of_a_running_process_are_shown_and_stay(cli, tmp_path, root, monkeypatch):
@@ -149,7 +162,14 @@ def test_images_of_a_running_process_are_shown_and_stay(cli, tmp_path, root, mon
         place = rows[0].index("PID") - rows[0].index("USER")
         assert {row[row.index(me()) + place] for row in rows[1:]} == {str(os.getpid())}
         assert {image["state"] for image in found} == {"its process is running"}
-        assert cli("memory", "clear", "--yes")[1] == "no dead process has left an image in memory\n"
+        for where in (tmp_path / "ckpts", "--all"):
+            status, out, _ = cli("memory", "clear", where, "--yes")
+            rows = out.splitlines()
+            assert status == 0
+            assert rows[0].startswith(f"left alone, of running processes or other users: {len(found)} images, ")
+            assert len(rows) == len(found) + 3 and all("its process is running" in row for row in rows[2:-1])
+            assert rows[-1] == "no dead process of yours has left an image in memory"
+        assert len(json.loads(cli("memory", "clear", "--all", "--yes", "--json")[1])["left_alone"]) == len(found)
     assert images(cli) == []
 
 
@@ -180,7 +200,7 @@ def test_a_state_of_which_a_rank_is_missing_is_shown_and_not_flushed(cli, left_b
     status, out, _ = cli("flush", left_by_two)
     assert status == 0
     assert out.splitlines()[-1].startswith("main/a0002/6 is written, ")
-    assert cli("memory", "clear", "--yes")[0] == 0
+    assert cli("memory", "clear", "--all", "--yes")[0] == 0
     assert images(cli) == []
 
 

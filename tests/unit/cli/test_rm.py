@@ -1,10 +1,18 @@
+import contextlib
+import io
 import json
+import re
+from datetime import datetime, timedelta
+
+import pytest
+
+from tenuto.cli import main
 
 
 def test_rm_prints_its_plan_and_asks_for_yes_without_a_terminal(cli, place):
     assert cli("rm", place, "gpt/a0001/2") == (
         2,
-        "  gpt/a0001/2  goes, 198 KiB once gc has run\n",
+        "  gpt/a0001/2  goes into the trash, 198 KiB\n",
         "error: nothing was done: there is no terminal to ask on\nhint: --yes does it without asking\n",
     )
     assert (place / "runs/gpt/a0001/step-00000002/manifest.json").exists()
@@ -12,17 +20,42 @@ def test_rm_prints_its_plan_and_asks_for_yes_without_a_terminal(cli, place):
 
 def test_rm_removes_and_ls_shows_it_as_removed(cli, place):
     status, out, err = cli("rm", place, "2", "a0001/8", "--run", "gpt", "--yes")
-    assert (status, err) == (0, "")
+    assert (status, err) == (
+        0,
+        "`tenuto undelete` can bring it back for 24 h; `tenuto gc` frees its space after 25 h\n"
+        "hint: to free it now: tenuto gc /ckpts --now\n",
+    )
     assert (
         out
         == """\
-  gpt/a0001/2  goes, 198 KiB once gc has run
-  gpt/a0001/8  goes, 198 KiB once gc has run
-2 checkpoints removed
+  gpt/a0001/2  goes into the trash, 198 KiB
+  gpt/a0001/8  goes into the trash, 198 KiB
+2 checkpoints removed, 397 KiB in the trash
 """
     )
     listed = cli("ls", place, "--run", "gpt")[1].splitlines()
     assert [row.split()[:2] for row in listed if "removed" in row] == [["a0001", "8"], ["a0001", "2"]]
+
+
+def test_ls_trash_says_until_when_it_is_there(cli, place):
+    assert cli("ls", place, "--trash") == (0, "", "/ckpts: nothing in the trash\n")
+    assert cli("rm", place, "gpt/a0001/2", "--yes")[0] == 0
+    (mark,) = place.glob("tombstones/gc/*/*/*/*.json")
+    created = datetime.fromisoformat(json.loads(mark.read_text())["created"])
+    status, out, err = cli("ls", place, "--trash")
+    head, _, row = out.splitlines()
+    assert (status, err, head) == (0, "", "run gpt")
+    assert row.split()[:2] == ["a0001", "2"] and re.search(r"removed, kept until \d\d-\d\d \d\d:\d\d", row)
+    (run,) = json.loads(raw(cli, "ls", place, "--trash", "--json"))["runs"]
+    (found,) = run["checkpoints"]
+    assert datetime.fromisoformat(found["goes"]) == created + timedelta(hours=25)
+
+
+def raw(cli, *words):
+    """What a command prints, with its times."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
+        main([str(word) for word in words])
+    return out.getvalue()
 
 
 def test_rm_refuses_what_latest_means_with_the_reason_and_removes_nothing(cli, place):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.crashpoints import armed
-from tenuto.errors import CheckpointNotFound, Superseded
+from tenuto.errors import CheckpointNotFound, StoreFull, Superseded
 from tenuto.maintenance import remove, retention, undelete
 from tenuto.maintenance.gc import execute, plan_gc
 from tenuto.maintenance.verify import assert_whole
@@ -113,8 +113,9 @@ def test_a_removed_checkpoint_goes_after_its_grace_and_not_before(world):
     old, new = world.save(attempt, 1), world.save(attempt, 2)
     add_note(world.repo, old, "metric", {"loss": 1.0})
     rm(world, old)
-    visit(world)
-    world.store.advance(25 * HOUR)
+    world.store.advance(24.9 * HOUR)
+    assert visit(world).deleted == ()
+    world.store.advance(0.2 * HOUR)
     report = visit(world)
     assert report.deleted == (old,)
     assert world.names(old.directory) == [old.manifest]
@@ -130,7 +131,6 @@ def test_i6_an_undelete_between_the_plan_and_the_deletion_wins(world):
     old, _ = world.save(attempt, 1), world.save(attempt, 2)
     rm(world, old)
     before = undelete.plan_undelete(world.repo, old)
-    visit(world, grace_s=0.0)
     plan = plan_gc(world.repo, grace_s=0.0)
     assert plan.garbage[0].due
     undelete.execute(world.repo, before)
@@ -145,7 +145,6 @@ def test_i6_an_undelete_that_comes_at_the_last_moment_wins_or_loses_whole(world)
     old, _ = world.save(attempt, 1), world.save(attempt, 2)
     rm(world, old)
     data = world.store.get(world.names("trash")[0], limit=10**6)
-    visit(world, grace_s=0.0)
     with armed("tombstone put, manifest still there", lambda: world.put(old.manifest, data)):
         visit(world, grace_s=0.0)
     assert world.repo.exists(old)
@@ -340,3 +339,116 @@ def test_a_tombstone_that_tells_where_to_go_on_stays_until_nothing_is_left(world
     visit(world)
     assert world.names("tombstones") == []
     assert world.names("runs/main/a0001/step-00000001/") == ["runs/main/a0001/step-00000001/manifest.json"]
+
+
+def test_now_frees_in_one_visit_what_nothing_reaches(world):
+    dead = world.claim(alive=False)
+    unfinished = world.save(dead, 1, until="pack")
+    attempt = world.claim()
+    removed, kept = world.save(attempt, 2), world.save(attempt, 3)
+    rm(world, removed)
+    live = world.save(attempt, 4, until="pack")
+    before = world.names(live.directory)
+    report = visit(world, now=True)
+    assert report.deleted == (unfinished, removed)
+    assert report.bytes > 0
+    assert world.names("trash") == world.names("tombstones") == []
+    assert [name for name in world.names(removed.directory) if name != removed.manifest] == []
+    assert world.names(live.directory) == before  # its process may still be saving it
+    assert world.repo.committed("main", attempt.number) == [kept.step]
+    assert_whole(world.repo)
+
+
+@pytest.mark.parametrize("trouble", ["suspect", "pack lost", "manifest damaged", "removed"])
+def test_i3_now_leaves_the_last_that_can_be_restored(world, trouble):
+    attempt = world.claim()
+    older, old, new = (world.save(attempt, step) for step in (1, 2, 3))
+    rm(world, older)
+    rm(world, old)
+    if trouble == "suspect":
+        add_note(world.repo, new, "suspect", {})
+    elif trouble == "pack lost":
+        world.lose(next(name for name in world.names(new.directory) if name.endswith(".safetensors")))
+    elif trouble == "manifest damaged":
+        world.flip(new.manifest, 5)
+    else:
+        world.die(attempt)
+        remove.execute(world.repo, remove.plan_remove(world.repo, [new], force=True, finished={"main": 1}))
+    last = new if trouble == "removed" else old
+    plan = plan_gc(world.repo, now=True)
+    (reason,) = [why for id, why in plan.kept if id == last]
+    assert (
+        reason.startswith("the last of run main that can be restored") and f"tenuto undelete {world.repo.url}" in reason
+    )
+    report = execute(world.repo, plan)
+    assert set(report.deleted) == {older, old} - {last}
+    assert undelete.execute(world.repo, undelete.plan_undelete(world.repo, last)).id == last
+    rm_again = remove.plan_remove(world.repo, [last], force=True, finished={"main": 1})
+    world.die(attempt)
+    remove.execute(world.repo, rm_again)
+    assert visit(world, now=True, force=True).deleted == (last,)
+
+
+class FullStore:
+    """Refuses every put, as a disk without a byte does, until something was deleted."""
+
+    def __init__(self, world, room=0):
+        self.world, self.room, self.put = world, room, world.store.put_if_absent
+
+    def put_if_absent(self, name, content, *, token):
+        if self.room < 1:
+            raise StoreFull(f"no space for {name}", subject=name)
+        self.room -= 1
+        return self.put(name, content, token=token)
+
+    def delete(self, names):
+        there = [name for name in names if name in self.world.store.place.objects]
+        self.room += len(there)
+        for name in there:
+            self.world.lose(name)
+
+
+@pytest.fixture
+def full(world, monkeypatch):
+    def fill():
+        store = FullStore(world)
+        monkeypatch.setattr(world.store, "put_if_absent", store.put_if_absent)
+        monkeypatch.setattr(world.store, "delete", store.delete)
+        return store
+
+    return fill
+
+
+def test_now_frees_the_trash_on_a_disk_without_a_byte(world, full):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2, 3)]
+    rm(world, ids[0])
+    rm(world, ids[1])
+    full()
+    report = visit(world, now=True)
+    assert report.deleted == (ids[0], ids[1]) and report.spared == ()
+    assert world.names("trash") == world.names("tombstones") == []
+    assert world.repo.committed("main", 1) == [3]
+    assert_whole(world.repo)
+    with pytest.raises(CheckpointNotFound):
+        undelete.plan_undelete(world.repo, ids[0])
+
+
+def test_i6_an_undelete_that_has_begun_wins_over_now_on_a_disk_without_a_byte(world, full, monkeypatch):
+    attempt = world.claim()
+    old, _ = world.save(attempt, 1), world.save(attempt, 2)
+    rm(world, old)
+    data = world.store.get(world.names("trash")[0], limit=10**6)
+    plan = plan_gc(world.repo, now=True)
+    store = full()
+    delete = store.delete
+
+    def brought_back(names):
+        delete(names)
+        if any(name.startswith("trash/") for name in names):
+            world.put(old.manifest, data)  # an undelete had read the copy already
+
+    monkeypatch.setattr(world.store, "delete", brought_back)
+    assert execute(world.repo, plan).spared == ((old, "it has a manifest"),)
+    assert world.repo.exists(old)
+    assert_whole(world.repo)

@@ -77,7 +77,6 @@ class Scene:
 
     def removed(self) -> None:
         self.rm(self.world.repo)
-        self.collect(self.world.repo)
 
     def collect(self, repo: Repo) -> None:
         gc.execute(repo, gc.plan_gc(repo, grace_s=0.0))

@@ -9,8 +9,8 @@ import pytest
 from tenuto.crashpoints import armed
 from tenuto.engine.memory_tier.eligibility import EligibleImage, judge_line
 from tenuto.engine.memory_tier.seal import SealHolder
-from tenuto.errors import CheckpointNotFound, CorruptionError, RemovalRefused, RepositoryError
-from tenuto.maintenance import gc, remove, undelete
+from tenuto.errors import CheckpointNotFound, CorruptionError, RemovalRefused, RepositoryError, StoreFull
+from tenuto.maintenance import gc, remove, trash, undelete
 from tenuto.maintenance.census import census_of
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo import tombstones
@@ -37,7 +37,8 @@ def test_i2_removing_takes_the_manifest_and_leaves_the_packs(world):
     assert not world.repo.exists(old)
     gone, come = before - set(world.names()), set(world.names()) - before
     assert gone == {old.manifest}
-    (trash,) = come
+    mark, trash = sorted(come)
+    assert mark.startswith("tombstones/gc/main/a0001/step-00000001/")
     assert trash.startswith("trash/main/a0001/step-00000001/")
     assert world.store.get(trash, limit=10**6) == manifest
     assert latest(world.repo, "main") == new
@@ -257,27 +258,29 @@ def test_undelete_of_what_is_not_removed(world):
         undelete.plan_undelete(world.repo, open_save)
 
 
-def test_undelete_is_refused_in_the_last_hour_of_the_grace(world):
+def test_undelete_works_for_the_whole_grace_and_gc_waits_an_hour_longer(world):
     attempt = world.claim()
     old, _ = world.save(attempt, 1), world.save(attempt, 2)
     rm(world, old)
-    gc.execute(world.repo, gc.plan_gc(world.repo))
-    world.store.advance(22.9 * 3600)
+    world.store.advance(23.9 * 3600)
     plan = undelete.plan_undelete(world.repo, old)
-    assert plan.left_s == pytest.approx(1.1 * 3600, abs=60)
+    assert plan.left_s == pytest.approx(0.1 * 3600, abs=60)
     world.store.advance(0.2 * 3600)
-    with pytest.raises(RepositoryError, match="minutes"):
+    with pytest.raises(RepositoryError, match="removed more than 24 h 00 min ago"):
         undelete.plan_undelete(world.repo, old)
     with pytest.raises(RepositoryError):
         undelete.execute(world.repo, plan)
     assert not world.repo.exists(old)
+    (waiting,) = gc.plan_gc(world.repo).garbage
+    assert not waiting.due and waiting.left_s == pytest.approx(0.9 * 3600, abs=60)
+    world.store.advance(0.9 * 3600)
+    assert gc.plan_gc(world.repo).garbage[0].due
 
 
 def test_a_second_removal_has_a_grace_of_its_own(world):
     attempt = world.claim()
     old, _ = world.save(attempt, 1), world.save(attempt, 2)
     rm(world, old)
-    gc.execute(world.repo, gc.plan_gc(world.repo))
     mark = {name: world.store.place.objects[name] for name in world.names("tombstones/gc")}
     world.store.advance(20 * 3600)
     bring_back(world, old)
@@ -285,10 +288,26 @@ def test_a_second_removal_has_a_grace_of_its_own(world):
     world.store.place.objects.update(mark)
     rm(world, old)
     world.store.advance(10 * 3600)
-    assert undelete.plan_undelete(world.repo, old).left_s is None
+    assert undelete.plan_undelete(world.repo, old).left_s == pytest.approx(14 * 3600, abs=60)
     plan = gc.plan_gc(world.repo)
-    assert [found.marked for found in plan.garbage] == [False]
+    assert [found.left_s for found in plan.garbage] == [pytest.approx(15 * 3600, abs=60)]
     assert plan.void == tuple(mark)
+
+
+def test_a_removal_that_a_full_disk_keeps_from_marking_is_marked_by_the_first_visit_of_gc(world, monkeypatch):
+    attempt = world.claim()
+    old, _ = world.save(attempt, 1), world.save(attempt, 2)
+
+    def full(*args, **options):
+        raise StoreFull("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trash, "put_mark", full)
+        assert rm(world, old) == (old,)
+    assert undelete.plan_undelete(world.repo, old).left_s is None
+    assert [found.marked for found in gc.plan_gc(world.repo).garbage] == [False]
+    assert gc.execute(world.repo, gc.plan_gc(world.repo)).marked == (old,)
+    assert undelete.plan_undelete(world.repo, old).left_s == pytest.approx(24 * 3600, abs=60)
 
 
 STAGES = [
@@ -351,12 +370,11 @@ def test_undelete_gives_way_to_a_removal_that_is_at_work(world):
     assert census_of(world.repo, old).state == "removed"
 
 
-def test_undelete_takes_back_the_mark_of_gc(world):
+def test_undelete_takes_back_the_mark(world):
     attempt = world.claim()
     old, _ = world.save(attempt, 1), world.save(attempt, 2)
     before = world.names()
     rm(world, old)
-    gc.execute(world.repo, gc.plan_gc(world.repo))
     assert world.names("tombstones/gc")
     bring_back(world, old)
     assert world.names() == before

@@ -7,7 +7,8 @@ import pytest
 from tenuto.crashpoints import armed
 from tenuto.errors import StoreFull, StoreUnavailable
 from tenuto.events import Emitter, Event, Removed
-from tenuto.maintenance import retention
+from tenuto.maintenance import remove, retention, undelete
+from tenuto.maintenance.gc import free_expired
 from tenuto.maintenance.retention import execute, plan_retention
 from tenuto.maintenance.verify import assert_whole
 from tenuto.policy import keep
@@ -205,6 +206,149 @@ def test_lines_left_behind_go_as_the_policy_says(world):
     retain(world, second, keep.latest(2))
     assert there(world) == [(1, 1), (2, 2)]
     assert [id.step for id in walk(world.repo, "main")] == [2, 1]
+
+
+def in_trash(world):
+    return sorted({int(name.split("/")[3][5:]) for name in world.names("trash")})
+
+
+def left_behind(world, steps=(1, 2, 3), metrics=None):
+    """A line of training that was left behind, and the attempt that has started over."""
+    first = world.claim()
+    ids = [world.save(first, step, metrics=(metrics or {}).get(step)) for step in steps]
+    world.die(first)
+    return ids, world.claim()
+
+
+def test_the_newest_of_a_line_left_behind_can_be_brought_back_for_a_day(world):
+    ids, second = left_behind(world)
+    heard: list[Event] = []
+    emitter = Emitter((type("Sink", (), {"emit": lambda self, event: heard.append(event)})(),))
+    for step in (1, 2, 3):
+        world.save(second, step)
+        retain(world, second, keep.latest(3), emitter=emitter)
+    assert there(world) == [(2, 1), (2, 2), (2, 3)]
+    assert in_trash(world) == [3]
+    assert_whole(world.repo)
+    told = [event.reason for event in heard if isinstance(event, Removed)]
+    assert [f"tenuto undelete {world.repo.url} main/a0001/3 brings it back" in why for why in told] == [0, 0, 1]
+    world.store.advance(23.9 * 3600)
+    assert free_expired(world.repo, "main", by="retention") == ()
+    assert undelete.execute(world.repo, undelete.plan_undelete(world.repo, ids[2])).id == ids[2]
+    assert there(world) == [(1, 3), (2, 1), (2, 2), (2, 3)]
+    assert_whole(world.repo)
+
+
+def test_what_retention_put_into_the_trash_is_freed_by_retention_a_day_later(world):
+    ids, second = left_behind(world)
+    by_hand = world.save(second, 1)
+    world.save(second, 2)
+    remove.execute(world.repo, remove.plan_remove(world.repo, [by_hand]))
+    retain(world, second)
+    assert in_trash(world) == [1, 3]
+    world.store.advance(25.1 * 3600)
+    assert free_expired(world.repo, "main", by="retention") == (ids[2],)
+    assert in_trash(world) == [1]  # a person's removal waits for a person's gc
+    assert world.names(ids[2].directory) == [ids[2].manifest]
+    assert_whole(world.repo)
+
+
+def test_the_best_and_the_last_verified_of_a_line_left_behind_get_a_day_too(world):
+    losses = {1: {"loss": 0.1}, 2: {"loss": float("nan")}, 3: {"loss": 0.3}, 4: {"loss": 0.2}}
+    ids, second = left_behind(world, steps=(1, 2, 3, 4), metrics=losses)
+    add_note(world.repo, ids[1], "verified", {})
+    world.save(second, 5, metrics={"loss": 0.01})
+    world.save(second, 6, metrics={"loss": 0.02})
+    retain(world, second, keep.best(1, "loss"))
+    assert there(world) == [(2, 5), (2, 6)]
+    assert in_trash(world) == [1, 2, 4]
+
+
+def test_of_each_line_left_behind_the_newest_gets_a_day(world):
+    first = world.claim()
+    ids = [world.save(first, step) for step in (1, 2, 3, 4)]
+    world.die(first)
+    second = world.claim(parent=ids[1])  # leaves 3 and 4 behind
+    middle = [world.save(second, step) for step in (5, 6)]
+    world.die(second)
+    third = world.claim(parent=ids[0])  # leaves 2, 5 and 6 behind
+    world.save(third, 7)
+    retain(world, third)
+    assert there(world) == [(3, 7)]
+    assert in_trash(world) == [4, middle[1].step]
+
+
+def test_a_damaged_newest_goes_at_once_and_the_one_before_gets_a_day(world):
+    ids, second = left_behind(world)
+    add_note(world.repo, ids[2], "suspect", {})
+    world.save(second, 4)
+    retain(world, second)
+    assert in_trash(world) == [2]
+
+
+def test_of_the_current_line_nothing_goes_through_the_trash(world):
+    attempt = world.claim()
+    for step in (1, 2, 3):
+        world.save(attempt, step)
+    retain(world, attempt)
+    assert there(world) == [(1, 3)] and in_trash(world) == []
+
+
+@pytest.mark.parametrize(("grace", "expected"), [("all", [1, 2, 3]), ("none", [])])
+def test_retain_by_a_person_puts_all_or_nothing_into_the_trash(world, grace, expected):
+    ids, second = left_behind(world)
+    world.save(second, 4)
+    world.die(second)
+    plan, removed = retention.retain(world.repo, "main", Nothing(), grace=grace)
+    assert removed == plan.dropped == tuple(ids)
+    assert in_trash(world) == expected
+    assert_whole(world.repo)
+
+
+def test_a_full_disk_keeps_what_should_go_into_the_trash_and_frees_the_rest(world, monkeypatch):
+    ids, second = left_behind(world)
+    world.save(second, 4)
+    put = world.store.put_if_absent
+
+    def full_for_trash(name, content, *, token):
+        if name.startswith("trash/"):
+            raise StoreFull("no space", subject=name)
+        return put(name, content, token=token)
+
+    monkeypatch.setattr(world.store, "put_if_absent", full_for_trash)
+    assert retain(world, second) == (ids[0], ids[1])
+    assert there(world) == [(1, 3), (2, 4)]
+    assert world.names("tombstones") == []
+    monkeypatch.undo()
+    assert retain(world, second) == (ids[2],)
+    assert in_trash(world) == [3]
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "tombstone put, manifest still there",
+        "copy in trash, manifest still there",
+        "manifest removed, packs still there",
+    ],
+)
+def test_i2_i7_a_move_into_the_trash_that_dies_anywhere_loses_nothing(world, crash, monkeypatch, stage):
+    gone, abandon = crash
+    ids, second = left_behind(world, steps=(3,))
+    new = world.save(second, 4)
+    with armed(stage, abandon), pytest.raises(gone):
+        retain(world, second)
+    assert_whole(world.reopened())
+    world.die(second)
+    monkeypatch.setattr(tombstones, "judge", lambda owner: "dead")
+    claimed = claim.claim(world.repo, "main", new)
+    try:
+        retain(world, claimed)
+    finally:
+        claimed.release()
+    assert there(world) == [(2, 4)] and in_trash(world) == [3]
+    assert undelete.execute(world.repo, undelete.plan_undelete(world.repo, ids[0])).id == ids[0]
+    assert_whole(world.repo)
 
 
 def test_foreign_files_and_open_saves_stay(world):

@@ -7,13 +7,20 @@ import pytest
 from campaigns.retention_histories.bugs import BUGS, run_bugs
 from campaigns.retention_histories.campaign import run_histories
 
-QUICK = ("latest not protected", "tombstones stay", "foreign files go", "superseded attempts retain", "copies count")
+QUICK = (
+    "lines left behind go at once",
+    "latest not protected",
+    "tombstones stay",
+    "foreign files go",
+    "superseded attempts retain",
+    "copies count",
+)
 
 
 def test_i7_i11_random_histories_of_retention():
     counts, broken = run_histories(60, seed=7)
     assert broken == []
-    assert counts.removed > 50 and counts.protected > 20 and counts.raced > 20
+    assert counts.removed > 50 and counts.protected > 20 and counts.raced > 20 and counts.trashed > 5
 
 
 def test_bugs_in_retention_are_found():

@@ -9,7 +9,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository, run_of
-from tenuto.cli.console.output import Columns, agreed
+from tenuto.cli.console.output import Columns, agreed, print_grace_of_trash
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "tenuto keep /data/checkpoints --latest 3 --dry-run",
     "tenuto keep /data/checkpoints --run gpt --latest 1 --best 2:val_loss:min --every-steps 1000",
-    "tenuto keep /data/checkpoints --every-hours 24 --yes --json",
+    "tenuto keep /data/checkpoints --latest 1 --now     # the disk is full",
 )
 BEST = "N:METRIC[:MODE]"
 
@@ -44,16 +44,17 @@ def keep(
     every_hours: Annotated[
         float | None, typer.Option("--every-hours", metavar="H", help="Keep the first of each H hours.")
     ] = None,
+    now: Annotated[bool, typer.Option("--now", help="Free the rest at once: it cannot be brought back.")] = False,
     dry_run: options.DryRun = False,
     yes: options.Yes = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Keep what is named, and free the rest of the run at once.
+    """Keep what is named; the rest of the run goes into the trash.
 
     What any of the options keeps is kept; so is, always, the latest, the last one verified, and what a tag, a pin or
-    another run needs. Freed is freed: there is no way back. A run that a process trains now is refused; its own `keep`
-    does this after each save.
+    another run needs. `tenuto undelete` brings the rest back for 24 h; with --now it is freed at once, and there is no
+    way back. A run that a process trains now is refused; its own `keep` does this after each save.
     """
     from tenuto.maintenance.retention import preview, retain
     from tenuto.units import count, size
@@ -67,18 +68,23 @@ def keep(
 
         resolve(repo, name)  # raises, listing the existing runs
     policy = _policy(latest, _best(repo, name, best or []), every_steps, every_hours)
-    plan = preview(repo, name, policy)
+    plan = preview(repo, name, policy, grace="none" if now else "all")
     removed: tuple[CheckpointId, ...] = ()
     if not json:
         _print(plan)
-    question = f"Free {count(len(plan.dropped), 'checkpoint')}, {size(_freed(plan))}?"
+    what = f"{count(len(plan.dropped), 'checkpoint')}, {size(_freed(plan))}"
+    question = f"Free {what}, at once? There is no way to bring them back." if now else f"Move {what}, into the trash?"
     if not dry_run and plan.dropped and agreed(question, yes=yes):
-        plan, removed = retain(repo, name, policy, report=output.story)
+        plan, removed = retain(repo, name, policy, grace="none" if now else "all", report=output.story)
         if not json:
-            output.line(f"{count(len(removed), 'checkpoint')} freed")
+            nbytes = size(sum(nbytes for id, nbytes in plan.bytes if id in removed))
+            output.line(f"{count(len(removed), 'checkpoint')} {f'freed, {nbytes}' if now else 'moved into the trash'}")
+            if removed and not now:
+                print_grace_of_trash(repo.url)
     if json:
         output.document(
-            "keep", {"where": repo.url, "dry_run": dry_run, **_json(plan, policy), "removed": list(removed)}
+            "keep",
+            {"where": repo.url, "dry_run": dry_run, "now": now, **_json(plan, policy), "removed": list(removed)},
         )
 
 

@@ -48,6 +48,10 @@ def ls(
             help="The images in this node's memory instead, whose they are, and their age; as root, everybody's.",
         ),
     ] = False,
+    trash: Annotated[
+        bool,
+        typer.Option("--trash", help="Only what is removed and still there, and when its space comes free."),
+    ] = False,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -68,7 +72,7 @@ def ls(
     Damaged, aborted, removed and copied ones are listed as such. "left behind" marks a checkpoint that does not lead to
     the latest: training went back behind it. Times are those of the machine that saved, in UTC.
     """
-    from tenuto.cli.views.run_listing import listing
+    from tenuto.cli.views.run_listing import in_trash, listing
 
     if memory:
         _memory(where, run, as_json=json)
@@ -78,12 +82,14 @@ def ls(
     repo = repository(where)
     if everything and limit is not None:
         raise UsageError("--all and --limit contradict each other", hint=typed("tenuto", "ls", where, "--all"))
-    runs = listing(repo, run, None if everything else PAGE if limit is None and not json else limit)
+    runs = listing(repo, run, None if everything or trash else PAGE if limit is None and not json else limit)
+    if trash:
+        runs = in_trash(runs)
     if json:
         output.document("ls", {"where": repo.url, "repository": repo.id, "runs": [_json(found) for found in runs]})
         return
     if not runs:
-        output.story(f"{repo.url}: no runs yet")
+        output.story(f"{repo.url}: {'nothing in the trash' if trash else 'no runs yet'}")
     for number, found in enumerate(runs):
         if number:
             output.line()

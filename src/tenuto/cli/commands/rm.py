@@ -9,7 +9,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import checkpoint, repository
-from tenuto.cli.console.output import agreed
+from tenuto.cli.console.output import agreed, print_grace_of_trash
 
 if TYPE_CHECKING:
     from tenuto.maintenance.remove import RemovePlan
@@ -38,11 +38,12 @@ def rm(
 ) -> None:
     """Remove checkpoints.
 
-    They go into the trash: `tenuto undelete` brings them back until `tenuto gc` has freed their space. What a tag,
-    a pin or a live run needs is refused, with the reason, and then nothing is removed.
+    They go into the trash: `tenuto undelete` brings them back for 24 h, and the first `tenuto gc` after 25 h frees
+    their space; `tenuto gc --now` frees it at once. What a tag, a pin or a live run needs is refused, with the reason,
+    and then nothing is removed.
     """
     from tenuto.maintenance.remove import execute, plan_remove
-    from tenuto.units import count
+    from tenuto.units import count, size
 
     repo = repository(where)
     plan = plan_remove(repo, [checkpoint(repo, run, name) for name in checkpoints], force=force)
@@ -52,7 +53,9 @@ def rm(
     if not dry_run and (plan.refused or agreed(f"Remove {count(len(plan.removals), 'checkpoint')}?", yes=yes)):
         removed = execute(repo, plan)
         if not json:
-            output.line(f"{count(len(removed), 'checkpoint')} removed")
+            nbytes = size(sum(removal.bytes for removal in plan.removals))
+            output.line(f"{count(len(removed), 'checkpoint')} removed, {nbytes} in the trash")
+            print_grace_of_trash(repo.url)
     if json:
         output.document("rm", {"where": repo.url, "dry_run": dry_run, **_json(plan), "removed": list(removed)})
 
@@ -67,7 +70,7 @@ def _words(plan: RemovePlan) -> str:
         if removal.id in refused:
             words = f"stays: {needs}"
         else:
-            words = f"goes, {size(removal.bytes)} once gc has run" + (f" (--force: {needs})" if needs else "")
+            words = f"goes into the trash, {size(removal.bytes)}" + (f" (--force: {needs})" if needs else "")
         rows.append((str(removal.id), words))
     return output.rows(rows)
 

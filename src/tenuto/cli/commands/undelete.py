@@ -36,8 +36,8 @@ def undelete(
 ) -> None:
     """Bring removed checkpoints back, every byte verified.
 
-    Works until `tenuto gc` has come near them: until an hour before the grace after its first visit ends. `tenuto
-    ls` shows what is removed and still there.
+    Works for 24 h after the removal; the first `tenuto gc` after 25 h, or `tenuto gc --now`, frees them for good.
+    `tenuto ls --trash` shows what is removed and still there.
     """
     from tenuto.maintenance.undelete import execute, plan_undelete
     from tenuto.units import count, size
@@ -47,9 +47,9 @@ def undelete(
     plans = [plan_undelete(repo, _removed(repo, run, name), grace_s=grace_s) for name in checkpoints]
     back = []
     for plan in plans:
-        left = "" if plan.left_s is None else f"; gc may take it in {plan.left_s / 3600:,.1f} h"
+        left = "" if plan.left_s is None else f" for {plan.left_s / 3600:,.1f} h"
         if dry_run:
-            words = f"can come back, {size(plan.bytes)} to be checked{left}"
+            words = f"can come back{left}, {size(plan.bytes)} to be checked"
         else:
             done = execute(repo, plan)
             back.append(done)
@@ -78,12 +78,14 @@ def _removed(repo: Repo, run: str | None, name: str) -> CheckpointId:
         run = name.partition("/")[0]
     (found,) = listing(repo, run_of(repo, run))
     gone = [row.id for row in found.rows if row.state == "removed"]
-    for id in gone:
-        if name in (str(id.step), f"{attempt_key(id.attempt)}/{id.step}", str(id)):
-            return id
-    if any(
-        name in (str(row.id.step), f"{attempt_key(row.id.attempt)}/{row.id.step}", str(row.id)) for row in found.rows
-    ):
+    meant = [
+        row
+        for row in sorted(found.rows, key=lambda row: row.state != "removed")
+        if name in (str(row.id.step), f"{attempt_key(row.id.attempt)}/{row.id.step}", str(row.id))
+    ]
+    if meant and meant[0].state in ("removed", "closed"):
+        return meant[0].id  # of one that has been freed, the plan says so
+    if meant:
         raise CheckpointNotFound(
             f"{name} of run {found.run!r} is not removed", subject=name, hint=typed("tenuto", "ls", repo.url)
         )

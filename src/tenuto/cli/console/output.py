@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
-from tenuto.errors import UsageError
+from tenuto.errors import UsageError, typed
 from tenuto.model.ids import CheckpointId
 
 if TYPE_CHECKING:
@@ -196,6 +196,12 @@ class Columns:
 
     def _width(self, place: int) -> int:
         return max(len(self.titles[place]), *(cells(texts[place]) for texts, _ in self.rows))
+
+
+def print_grace_of_trash(where: str) -> None:
+    """Says how long what has just gone into the trash can be brought back, and when its space comes free."""
+    story("`tenuto undelete` can bring it back for 24 h; `tenuto gc` frees its space after 25 h")
+    story(f"hint: to free it now: {typed('tenuto', 'gc', where, '--now')}")
 
 
 def agreed(question: str, *, yes: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.errors import CorruptionError, RunNotFound, StoreError, did_you_mean, typed
@@ -37,7 +37,8 @@ EXACTNESS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One step's directory. `message`: the problem, in words of the reader that rejected it."""
+    """One step's directory. `message`: the problem, in words of the reader that rejected it. `goes`: when the space of
+    a removed one may come free, as text like `created`; empty if nobody has marked it yet."""
 
     id: CheckpointId
     state: str
@@ -53,12 +54,14 @@ class RunRow:
     message: str = ""
     verdict: Exactness | None = None
     """Whether a resume from it is exact, as its certificate says."""
+    goes: str = ""
 
     def marks(self) -> list[str]:
         """Returns its marks, a few words each."""
         marks = ["latest"] if self.latest else []
         if STATES[self.state]:
-            marks.append(STATES[self.state])
+            goes = f", kept until {self.goes[5:16].replace('T', ' ')}" if self.goes else ""
+            marks.append(f"{STATES[self.state]}{goes}")
         if self.state == "committed" and not self.on_walk:
             marks.append("left behind")
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
@@ -85,6 +88,7 @@ class RunRow:
             "tags": list(self.tags),
             "message": self.message or None,
             "verdict": self.verdict,
+            "goes": self.goes or None,
         }
 
 
@@ -98,6 +102,12 @@ class RunRows:
     rows: tuple[RunRow, ...]
     latest: CheckpointId | None = None
     more: int = 0
+
+
+def in_trash(runs: list[RunRows]) -> list[RunRows]:
+    """Leaves only removed checkpoints, and runs that have any."""
+    found = [replace(run, rows=tuple(row for row in run.rows if row.state == "removed")) for run in runs]
+    return [run for run in found if run.rows]
 
 
 def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> list[RunRows]:
@@ -176,6 +186,7 @@ def _rows(
     newest: CheckpointId | None,
     tags: Mapping[CheckpointId, tuple[str, ...]],
 ) -> Iterator[RunRow]:
+    from tenuto.maintenance.marks import valid_marks
     from tenuto.repo.lineage import stretches
     from tenuto.repo.notes import with_notes
 
@@ -204,6 +215,7 @@ def _rows(
             tags=tags.get(save.id, ()),
             message=cut or save.message,
             verdict=exactness(manifest.certificate) if manifest else None,
+            goes=max((mark.goes for mark in valid_marks(repo, save)), default="") if save.state == "removed" else "",
         )
 
 

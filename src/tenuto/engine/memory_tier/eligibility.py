@@ -95,7 +95,7 @@ def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: S
 
 def _removed(repo: Repo, run: str, number: int, *, above: int, upto: int) -> int | None:
     """Returns the newest step of the attempt between the two that was removed by hand, as far as the trash still shows.
-    Retention puts nothing there: what it frees was not rolled back."""
+    What retention puts there lies on no line that leads to the attempt's newest checkpoint."""
     keys = repo.store.children(object_names.attempt_trash(run, number)).directories
     for step in sorted((step for key in keys if (step := parse_step(key)) is not None), reverse=True):
         if above < step <= upto:

@@ -134,7 +134,7 @@ def _holder(slot: Slot) -> int | None:
 ADVICE: Final = (
     "give it room for two images of the state (docker: --shm-size=…; Kubernetes: an emptyDir with medium: Memory at "
     "/dev/shm; memory_budget= if it is set), save less state, or leave memory= out; `tenuto ls --memory` shows what "
-    "lies there, and `tenuto memory clear` removes what dead processes left"
+    "lies there, and `tenuto memory clear --all` removes what dead processes left"
 )
 
 

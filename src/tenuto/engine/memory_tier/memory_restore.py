@@ -26,6 +26,7 @@ from tenuto.errors import (
     StateError,
     StoreError,
     in_words,
+    typed,
 )
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent, RestoredFromMemory, Warned
 from tenuto.model import canonical_json
@@ -257,7 +258,8 @@ class CommonImages:
                     raise NothingRestorable(
                         f"{id} in memory was whole when it was looked at, and could not be read then",
                         subject=str(id),
-                        hint="tenuto memory clear, and start anew; look at the memory of this machine",
+                        hint=f"{typed('tenuto', 'memory', 'clear', self._repo.url)}, and start anew; "
+                        "look at the memory of this machine",
                     )
                 return None
         finally:

@@ -22,6 +22,7 @@ from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.replicated.places import free_space
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
+from tenuto.units import size
 
 if TYPE_CHECKING:
     from tenuto.engine.memory_tier.tier import MemoryTier
@@ -196,10 +197,10 @@ class SaveWriter:
         where, free_bytes = free_space(self._repo.store)
         needed = job.save.bytes + SMALL_OBJECTS_BYTES
         if free_bytes is not None and free_bytes < needed:
-            free_mib, needed_mib = free_bytes / 2**20, needed / 2**20
+            url = self._repo.url
             raise StoreFull(
-                f"{where} has {free_mib:,.0f} MiB free; this checkpoint needs {needed_mib:,.0f} MiB",
+                f"{where} has {size(free_bytes)} free; this checkpoint needs {size(needed)}",
                 subject=where,
-                hint="free space there, or keep fewer checkpoints; "
-                f"`{typed('tenuto', 'ls', self._repo.url)}` shows what is kept",
+                hint=f"`{typed('tenuto', 'gc', url, '--now')}` frees what is in the trash at once; or keep fewer "
+                f"checkpoints: `{typed('tenuto', 'ls', url)}` shows what is kept",
             )

@@ -25,7 +25,8 @@ def meaning(error: OSError, doing: str, path: str, subject: str) -> StoreError:
         found = StoreFull(
             f"no space while {doing} {path}: {reason}",
             subject=subject,
-            hint="make room there (`tenuto ls` shows what is kept, `tenuto rm` removes), or save elsewhere",
+            hint="make room there: `tenuto gc WHERE --now` empties the trash, `tenuto keep WHERE --latest 1 --now` "
+            "frees all but the newest checkpoint; each needs a few KiB of free space to begin with",
         )
     elif error.errno in DENIED:
         found = StoreDenied(
