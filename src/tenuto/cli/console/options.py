@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tenuto.cli.console import output
+from tenuto.cli.console.where import VARIABLE
 from tenuto.errors import UsageError, typed
 
 if TYPE_CHECKING:
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
 
 
 Where = Annotated[
-    str, typer.Argument(metavar="WHERE", help="The repository: a directory or a URL.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="WHERE",
+        help=f"The repository; left out, ${VARIABLE} or the folder you are in.",
+        show_default=False,
+    ),
 ]
 Run = Annotated[
     str | None,
