@@ -11,15 +11,23 @@ nothing says it, the walk goes on with the next lower attempt, and reports that 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
-from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RunNotFound, UsageError, typed
+from tenuto.errors import (
+    CheckpointNotFound,
+    CorruptionError,
+    ObjectNotFound,
+    RunNotFound,
+    UsageError,
+    did_you_mean,
+    typed,
+)
 from tenuto.model.ids import CheckpointId, run_key
+from tenuto.repo.best import BEST, BestSelector, best
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.small_records import decode_begin, decode_lease
@@ -151,14 +159,21 @@ def latest(
     return next(walk(repo, run, below=below, report=report, withdrawn=withdrawn), None)
 
 
-def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> CheckpointId:
-    """The checkpoint that a person means: a step, "latest", a tag, or a whole identity (`a0007/500`, `gpt/a0007/500`).
+def resolve(repo: Repo, run: str, step: int | str | CheckpointId | BestSelector = "latest") -> CheckpointId:
+    """The checkpoint that a person means: a step, "latest", a tag, the best by a metric (`best:val_loss`,
+    `best:val_loss:max`), or a whole identity (`a0007/500`, `gpt/a0007/500`).
 
     A step that several attempts have is the first on the walk, else the highest attempt's. Raises RunNotFound or
     CheckpointNotFound, which name what there is.
     """
     if isinstance(step, CheckpointId):
         return _existing(repo, step)
+    if isinstance(step, str):
+        step = BestSelector.parse(step) or step
+    if isinstance(step, BestSelector):
+        if not repo.attempts(run):
+            raise _none_in(repo, run)
+        return best(repo, run, step)
     if isinstance(step, str) and step != "latest":
         found = _ID.fullmatch(step)
         if found:
@@ -176,21 +191,23 @@ def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> 
 
 def may_be_tag(step: str) -> bool:
     """Returns whether `resolve` would look for a tag of this name, whatever the run."""
-    return step != "latest" and _ID.fullmatch(step) is None and not (step.isascii() and step.isdigit())
+    named = step == "latest" or step.startswith(BEST) or _ID.fullmatch(step) is not None
+    return not named and not (step.isascii() and step.isdigit())
 
 
 def _tagged(repo: Repo, name: str) -> CheckpointId:
     """Returns the checkpoint of a tag. A tag belongs to the repository and may name a checkpoint of another run."""
-    hint = "give a step, latest, a tag, or attempt/step such as a0007/500"
+    hint = "give a step, latest, a tag, best:METRIC, or attempt/step such as a0007/500"
     if not is_name(name):
         raise UsageError(f"{name!r} names no checkpoint", subject=name, hint=hint)
     id = find_tag(repo, name)
     if id is None:
-        tags = ", ".join(list_tags(repo)) or "none"
+        names = list_tags(repo)
+        tags = ", ".join(names) or "none"
         raise CheckpointNotFound(
             f"{name!r} names no checkpoint: it is neither a step nor a tag; tags that there are: {tags}",
             subject=name,
-            hint=hint,
+            hint=did_you_mean(name, [*names, "latest"]) or hint,
         )
     return _existing(repo, id)
 
@@ -234,8 +251,7 @@ def _none_in(repo: Repo, run: str) -> RunNotFound | CheckpointNotFound:
     if repo.attempts(run):
         return CheckpointNotFound(f"run {run!r} at {repo.url} has no checkpoint yet", subject=run)
     runs = repo.runs()
-    close = difflib.get_close_matches(run_key(run), runs, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"{typed('tenuto', 'ls', repo.url)} shows what there is"
+    hint = did_you_mean(run_key(run), runs) or f"{typed('tenuto', 'ls', repo.url)} shows what there is"
     return RunNotFound(f"no run {run!r} at {repo.url}; {known_runs(runs)}", subject=run, hint=hint)
 
 

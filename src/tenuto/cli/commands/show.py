@@ -124,7 +124,7 @@ def _check(
 
 def _page(repo: Repo, where: str, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> None:
     from tenuto.cli.views.checkpoint_page import Page, verdict_of
-    from tenuto.maintenance.facts import with_notes
+    from tenuto.repo.notes import with_notes
 
     metrics = with_notes(manifest.metrics, notes)
     place = f"{repo.url.rstrip('/')}/{manifest.id.directory}"
@@ -219,7 +219,7 @@ def _unlogged(manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, str
 def _certificate(manifest: Manifest) -> list[tuple[str, str]]:
     """Returns the certificate's rows, the most important first; a list of phrases takes one row each."""
     found = manifest.certificate
-    others = [name for name in found if name not in CERTIFICATE and name != "watches"]
+    others = [name for name in found if name not in (*CERTIFICATE, "watches", "modes")]
     names = [name for name in CERTIFICATE if name in found] + others
     rows: list[tuple[str, str]] = []
     for name in names:
@@ -247,8 +247,8 @@ def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, .
     from tenuto.cli.views.run_listing import tags_of
     from tenuto.cli.views.shards import parts_json
     from tenuto.cli.views.state_tree import lines, values
-    from tenuto.maintenance.facts import with_notes
     from tenuto.repo.lineage import latest
+    from tenuto.repo.notes import with_notes
 
     metrics = with_notes(manifest.metrics, notes)
     seconds = age_s(manifest.created)

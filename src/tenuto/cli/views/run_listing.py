@@ -242,8 +242,8 @@ def _rows(
     newest: CheckpointId | None,
     tags: Mapping[CheckpointId, tuple[str, ...]],
 ) -> Iterator[RunRow]:
-    from tenuto.maintenance.facts import with_notes
     from tenuto.repo.lineage import stretches
+    from tenuto.repo.notes import with_notes
 
     committed = {save.id for save in saves if save.state == "committed"}
     lowest = min((save.id.attempt for save in saves), default=0)
