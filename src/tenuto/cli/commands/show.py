@@ -62,7 +62,7 @@ def show(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show what a checkpoint holds, and what a resume covers.
+    """Show what a checkpoint holds and what a resume covers.
 
     A page: whether a resume is exact, the step, metrics, sizes, and what is unusual.
 
@@ -103,9 +103,7 @@ def show(
         _private(where, manifest, loaded)
 
 
-def _check(
-    where: str, path: str | None, rank: int | None, timing: bool, *, sections: bool, depth: int | None
-) -> None:
+def _check(where: str, path: str | None, rank: int | None, timing: bool, *, sections: bool, depth: int | None) -> None:
     """Raises UsageError for options that do not go together."""
     if timing and (path is not None or sections):
         raise UsageError(

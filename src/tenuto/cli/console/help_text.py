@@ -52,7 +52,6 @@ LINES: Final = 25
 REFERENCE: Final = "docs/reference/command-line.md"
 COMMON: Final = ("--json", "--debug", "--help")
 """The options that every command has: one line for all of them."""
-WHERE: Final = f"left out, it is ${VARIABLE} or the folder you are in"
 _WIDEST: Final = 24
 """Columns for the names of options, at most; what a longer one does stands below it."""
 
@@ -109,7 +108,7 @@ class PlainCommand(TyperCommand):
         arguments = [(_place(param), _explained(param)) for param in params if _is_argument(param)]
         own = [param for param in params if not _is_argument(param) and not set(param.opts) & set(COMMON)]
         options = [(_spelling(param), _explained(param)) for param in own]
-        common = ("--json, --debug", "One JSON document on stdout; where an error comes from.")
+        common = ("--json, --debug", "One JSON document on stdout; an error's origin.")
         rows = [*arguments, *options, common]
         wide = min(max(len(name) for name, _ in rows), _WIDEST)
         return [line for name, text in rows for line in _row(name, text, wide, width)]
@@ -122,7 +121,7 @@ class PlainGroup(TyperGroup):
         wide = max(map(len, GROUPS)) + 2
         lines = [f"Usage: {ctx.command_path} COMMAND [WHERE] [OPTIONS]", "", *self._commands(wide, formatter.width), ""]
         notes = (
-            ("WHERE", f"A repository: a directory or a URL; {WHERE}."),
+            ("WHERE", f"A directory or a URL; else ${VARIABLE} or the current folder."),
             ("OPTIONS", f"{ctx.command_path} COMMAND --help; {ctx.command_path} --version"),
             ("MORE", f"{REFERENCE}: every option, exit statuses, JSON"),
         )

@@ -20,13 +20,13 @@ Where = Annotated[
     str,
     typer.Argument(
         metavar="WHERE",
-        help=f"The repository; left out, ${VARIABLE} or the folder you are in.",
+        help=f"The repository; else ${VARIABLE} or the current folder.",
         show_default=False,
     ),
 ]
 Run = Annotated[
     str | None,
-    typer.Option("--run", metavar="RUN", help="The run. Not needed where there is only one, or one called main."),
+    typer.Option("--run", metavar="RUN", help="The run; else the only one, or the one called main."),
 ]
 OnlyRun = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.")]
 Step = Annotated[
@@ -50,7 +50,7 @@ Checkpoints = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and do nothing.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Needed where there is no terminal to ask on.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed without a terminal.")]
 
 
 def grace_seconds(hours: float) -> float:

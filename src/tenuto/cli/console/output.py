@@ -176,6 +176,8 @@ def _escaped(char: str) -> str:
 
 
 GAP = "  "
+TOGETHER = "\u00a0"
+"""Stands for a space at which a column does not wrap."""
 
 
 @dataclass(slots=True)
@@ -212,9 +214,13 @@ class Columns:
             lead = "".join(self._cell(texts[place], place) + GAP for place in first)
             parts = wrap(texts[last], limit - before) if self._wraps(last) else [self._cell(texts[last], last)]
             for number, part in enumerate(parts):
-                text = f"{' ' * before if number else lead}{part}".rstrip()
+                text = f"{' ' * before if number else lead}{part.replace(TOGETHER, ' ')}".rstrip()
                 out.append(indent + styled(text, style, sys.stdout))
         return out
+
+    def shown(self) -> list[str]:
+        """Returns the titles of the columns that are shown."""
+        return [self.titles[place] for place in self._fitting(width() - len(GAP))]
 
     def _cell(self, text: str, place: int) -> str:
         width = self._width(place)

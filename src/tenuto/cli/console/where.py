@@ -35,8 +35,8 @@ def with_place(command: Any, ctx: Any, words: Sequence[str]) -> list[str]:
     """Returns the words of a command line, led by the repository where its WHERE is left out.
 
     Words alone do not always tell `tenuto rm WHERE CHECKPOINT` from `tenuto rm CHECKPOINT CHECKPOINT`. Where a command
-    takes any number of words, the first one is WHERE if it is a repository or looks like a path or a URL, or if there is
-    no other repository that could be meant.
+    takes any number of words, the first one is WHERE if it is a repository, if it looks like a path or a URL, or if
+    there is no other repository that could be meant.
     """
     arguments = [param for param in command.get_params(ctx) if param.param_type_name == "argument"]
     if not arguments or arguments[0].name != NAME or not arguments[0].required:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from tenuto.cli.console import output
-from tenuto.cli.console.output import Columns, clean, clipped
+from tenuto.cli.console.output import NARROWEST, Columns, cells, clean, clipped, wrap
 from tenuto.cli.views.ages import since
 from tenuto.cli.views.shards import Contents
 from tenuto.cli.views.state_tree import TreeLine, lines
@@ -19,7 +19,8 @@ LINES: Final = 25
 """The most lines of a page at 80 columns, its last one for what else can be shown."""
 METRICS: Final = 8
 LONGEST_NAME: Final = 28
-LONGEST_VALUE: Final = 34
+OTHER_COLUMNS: Final = 24
+"""What the sums and the gaps beside a name and a value take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,13 @@ class Page:
         return found
 
     def _head(self, limits: _Limits) -> list[str]:
-        marks = f"  {', '.join(self.marks)}" if self.marks else ""
-        return [f"{self.manifest.id}{clean(marks)}", *output.rows(list(self._rows(limits))).split("\n")]
+        head = [str(self.manifest.id)]
+        marks = clean(", ".join(self.marks))
+        if marks and cells(head[0]) + cells(marks) + 2 <= output.width():
+            head[0] += f"  {marks}"
+        elif marks:
+            head += [f"  {text}" for text in wrap(marks, output.width() - 2)]
+        return [*head, *output.rows(list(self._rows(limits))).split("\n")]
 
     def _rows(self, limits: _Limits) -> Iterator[tuple[str, str]]:
         manifest, ranks = self.manifest, len(self.manifest.indexes)
@@ -80,16 +86,18 @@ class Page:
     def _progress(self) -> str:
         manifest = self.manifest
         places = [f"{name} {manifest.progress[name]}" for name in ("epoch", "batch") if name in manifest.progress]
-        parent = f"after {manifest.parent}" if manifest.parent else "begun from nothing"
-        return ", ".join([str(manifest.id.step), *places, parent])
+        where = f" ({', '.join(places)})" if places else ""
+        return f"{manifest.id.step}{where}{f', after {manifest.parent}' if manifest.parent else ''}"
 
     def _entries(self, limits: _Limits) -> list[str]:
         table = Columns(("ENTRY", "TENSORS", "SIZE", "HOLDS"), right=frozenset({"TENSORS", "SIZE"}))
         found = [*_sums(lines(self.manifest.tree, self.loaded.shared)), *self._private()]
+        wide = max((cells(clipped(clean(entry[0]), LONGEST_NAME)) for entry in found), default=0)
+        room = min(output.width(), output.PAGE) - wide - OTHER_COLUMNS
         most = limits.entries if len(found) > limits.entries + 1 else len(found)
         for name, tensors, nbytes, holds in found[:most]:
             sums = (f"{tensors:,}", size(nbytes)) if tensors else ("", "")
-            table.add(clipped(name, LONGEST_NAME), *sums, clipped(holds, LONGEST_VALUE))
+            table.add(clipped(clean(name), LONGEST_NAME), *sums, clipped(clean(holds), max(room, NARROWEST)))
         if more := found[most:]:
             sums = (f"{sum(entry[1] for entry in more):,}", size(sum(entry[2] for entry in more)))
             table.add(f"{len(more):,} more", *sums, "--leaves")
@@ -120,7 +128,9 @@ def _sums(found: Sequence[TreeLine]) -> Iterator[tuple[str, int, int, str]]:
         for line in leaves:
             kind = line.what.partition(" ")[0]
             sizes[kind] = sizes.get(kind, 0) + (line.bytes or 0)
-        holds = ", ".join(sorted(sizes, key=lambda kind: -sizes[kind])) if first.group else first.what
+        values = sum(not line.group for line in rest) - len(leaves)
+        kinds = ", ".join(sorted(sizes, key=lambda kind: -sizes[kind])) or count(values, "value")
+        holds = kinds if first.group else first.what
         yield first.name or "(the whole state)", len(leaves), sum(sizes.values()), holds
 
 
