@@ -68,10 +68,11 @@ class PlainCommand(TyperCommand):
         return list(super().parse_args(ctx, with_place(self, ctx, args)))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Writes at most LINES lines: as many paragraphs and examples as there is room for."""
+        """Writes at most LINES lines: as many paragraphs and examples as there is room for, and no example that
+        would break."""
         first, *more = self._paragraphs(formatter.width)
         options = self._options(ctx, formatter.width)
-        shown = [f"  {text}" for text in (self.epilog or "").splitlines()]
+        shown = [f"  {text}" for text in (self.epilog or "").splitlines() if len(text) + 2 <= formatter.width]
 
         def whole() -> list[str]:
             text = [[self._usage(ctx)], first, *more, options, ["Examples:", *shown], [f"All of it: {REFERENCE}"]]

@@ -39,7 +39,7 @@ def with_place(command: Any, ctx: Any, words: Sequence[str]) -> list[str]:
     there is no other repository that could be meant.
     """
     arguments = [param for param in command.get_params(ctx) if param.param_type_name == "argument"]
-    if not arguments or arguments[0].name != NAME or not arguments[0].required:
+    if ctx.resilient_parsing or not arguments or arguments[0].name != NAME or not arguments[0].required:
         return list(words)
     others = arguments[1:]
     # What follows `--` is another program's.

@@ -100,7 +100,7 @@ class RunOwner:
     def __str__(self) -> str:
         who = f"pid {self.owner.pid} on {self.owner.host} ({self.owner.user})" if self.owner else "an unknown process"
         when = f"{who}, since {since(self.since)}"
-        return f"training now: {when}" if self.alive else f"perhaps training, as far as this machine can tell: {when}"
+        return f"training now: {when}" if self.alive else f"perhaps training, on another machine: {when}"
 
     def json(self) -> dict[str, Any]:
         owner = self.owner
