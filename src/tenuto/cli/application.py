@@ -15,10 +15,27 @@ import typer
 
 from tenuto.cli.console import help_text, output
 from tenuto.cli.console.help_text import PlainCommand, PlainGroup
-from tenuto.errors import CorruptionError, TenutoError, UsageError
+from tenuto.errors import CorruptionError, TenutoError, UsageError, nearest
 
 COMMANDS = tuple(chain.from_iterable(help_text.GROUPS.values()))
 """Each command is a function in the module of the same name."""
+
+MEANT = {
+    "list": ("ls",),
+    "log": ("ls",),
+    "info": ("show",),
+    "inspect": ("show",),
+    "cat": ("show",),
+    "check": ("verify",),
+    "fsck": ("verify",),
+    "delete": ("rm",),
+    "remove": ("rm",),
+    "prune": ("keep", "gc"),
+    "clean": ("gc",),
+    "convert": ("export",),
+    "best": ("ls",),
+}
+"""What people type whose other tools call it so."""
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -50,12 +67,23 @@ def run(arguments: Sequence[str] | None = None) -> None:
     _never_fail_to_encode()
     try:
         known = words[:1] if words and words[0] in COMMANDS else COMMANDS
+        if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+            raise no_command(words[0])
         sys.exit(application(known)(args=words, prog_name="tenuto", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - the edge: what is no TenutoError is reported as a fault of ours
         own = words[: words.index("--")] if "--" in words else words  # the rest belongs to another command
         sys.exit(report(error, debug="--debug" in own, as_json="--json" in own))
+
+
+def no_command(word: str) -> UsageError:
+    """Returns the error for a command that there is not, with the one that was meant."""
+    meant = MEANT.get(word.lower()) or nearest(word, COMMANDS)
+    commands = " or ".join(f"`tenuto {name}`" for name in meant)
+    return UsageError(
+        f"no command `{word}`{f'; did you mean {commands}?' if meant else ''}", subject=word, hint="tenuto --help"
+    )
 
 
 def _show_version(value: bool) -> None:

@@ -78,9 +78,8 @@ def best_of(found: list[Measured], selector: BestSelector, run: str) -> Checkpoi
     newest_first = sorted(found, key=lambda one: (one.id.attempt, one.id.step), reverse=True)
     if not newest_first:
         raise CheckpointNotFound(f"run {run!r} has no checkpoint that can be read", subject=run)
+    check_metric(newest_first, metric, run)
     with_metric = [one for one in newest_first if metric in one.metrics]
-    if not with_metric:
-        raise _not_logged(newest_first, metric, run)
     mode = selector.mode or recorded_mode(newest_first, metric)
     if mode is None:
         raise UsageError(
@@ -98,6 +97,19 @@ def best_of(found: list[Measured], selector: BestSelector, run: str) -> Checkpoi
         f"run {run!r} has no best checkpoint: {metric} {why} all {len(with_metric)} that have it",
         subject=metric,
         hint="give a step, or another metric",
+    )
+
+
+def check_metric(found: list[Measured], metric: str, run: str) -> None:
+    """Raises MetricNotLogged, naming those that exist, if no checkpoint has the metric."""
+    if any(metric in one.metrics for one in found):
+        return
+    names = sorted({name for one in found for name in one.metrics})
+    there = ", ".join(names) or "none"
+    raise MetricNotLogged(
+        f"no checkpoint of run {run!r} has a metric {metric!r}; metrics that there are: {there}",
+        subject=metric,
+        hint=did_you_mean(metric, names) or f"training logs it by ckpt.log({metric}=…)",
     )
 
 
@@ -152,13 +164,3 @@ def modes_of(manifest: Manifest) -> dict[str, Mode]:
     recorded = manifest.certificate.get(MODES)
     pairs = recorded.items() if isinstance(recorded, Mapping) else ()
     return {name: min_or_max(mode, name) for name, mode in pairs if mode in ("min", "max")}
-
-
-def _not_logged(found: list[Measured], metric: str, run: str) -> MetricNotLogged:
-    names = sorted({name for one in found for name in one.metrics})
-    there = ", ".join(names) or "none"
-    return MetricNotLogged(
-        f"no checkpoint of run {run!r} has a metric {metric!r}; metrics that there are: {there}",
-        subject=metric,
-        hint=did_you_mean(metric, names) or f"training logs it by ckpt.log({metric}=…)",
-    )

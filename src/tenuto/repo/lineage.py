@@ -39,6 +39,8 @@ Misplaced = Callable[[CheckpointId, Origin], None]
 
 _SAVES_ASKED: Final = 16
 """Saves of an attempt that are asked for its parent, where its own record does not tell."""
+_LOOKS: Final = 5
+"""How often `latest` looks where something had been. Each look in vain needs a commit and a removal while it lasts."""
 _ID: Final = re.compile(r"(?:([^/]+)/)?a([0-9]{1,18})/(?:step-)?([0-9]{1,18})", re.ASCII)
 
 
@@ -55,12 +57,14 @@ class Stretch:
     """What the walk visits of one attempt: its committed steps up to `top`, or all of them.
 
     empty: whether there are none, None as long as nobody has looked.
+    listed: whether there were directories of steps up to `top`, committed or not.
     """
 
     run: str
     attempt: int
     top: int | None
     empty: bool | None = None
+    listed: bool = False
 
     def covers(self, id: CheckpointId) -> bool:
         """Returns whether the checkpoint is on the walk, if it exists."""
@@ -73,6 +77,7 @@ class Stretch:
         for step in repo.steps(self.run, self.attempt):
             if self.top is not None and step > self.top:
                 continue
+            self.listed = True
             id = CheckpointId(self.run, self.attempt, step)
             if id in known or repo.exists(id):
                 yield id
@@ -155,8 +160,22 @@ def latest(
     report: Report | None = None,
     withdrawn: Container[int] = frozenset(),
 ) -> CheckpointId | None:
-    """Returns the checkpoint that the run means now, damaged or not; None if it has none."""
-    return next(walk(repo, run, below=below, report=report, withdrawn=withdrawn), None)
+    """Returns the checkpoint that the run means now, damaged or not; None if it has none.
+
+    While a run is trained, a listing may be older than the next commit, and what it names gone by the time that it is
+    looked at. So a look that finds nothing where something had been is no answer: it is taken again.
+    """
+    for _ in range(_LOOKS):
+        had_some = False
+        for stretch in stretches(repo, run, below=below, report=report, withdrawn=withdrawn):
+            found = next(stretch.committed(repo), None)
+            if found is not None:
+                return found
+            stretch.empty = True
+            had_some = had_some or stretch.listed or stretch.top is not None
+        if not had_some:
+            break
+    return None
 
 
 def resolve(repo: Repo, run: str, step: int | str | CheckpointId | BestSelector = "latest") -> CheckpointId:

@@ -253,11 +253,11 @@ def _rows(
             break
         line.append(stretch)
     for save in sorted(saves, key=lambda save: (save.id.attempt, save.id.step), reverse=True):
-        manifest = save.manifest
+        manifest, cut = save.manifest, _cut(repo, save)
         notes = notes_of(repo, save.id) if save.state == "committed" else ()
         yield RunRow(
             id=save.id,
-            state=save.state,
+            state="damaged" if cut else save.state,
             latest=save.id == newest,
             on_walk=(save.state == "committed" or save.id == newest or repo.exists(save.id))
             and any(stretch.covers(save.id) for stretch in line),
@@ -268,9 +268,20 @@ def _rows(
             metrics=with_notes(manifest.metrics, notes) if manifest else {},
             notes=notes,
             tags=tags.get(save.id, ()),
-            message=save.message,
+            message=cut or save.message,
             modes=modes_of(manifest) if manifest else {},
         )
+
+
+def _cut(repo: Repo, save: SaveDirectory) -> str:
+    """Returns what is missing or cut of a committed save. The listing that it came with has the lengths; where they
+    differ, it is listed again, since it may have been committed, or removed, between that and its manifest."""
+    from tenuto.maintenance.census import census_of
+    from tenuto.repo.replicated.places import places_of
+
+    if places_of(repo.store) is not None or not save.cut():  # data files may lie in places that this listing lacks
+        return ""
+    return census_of(repo, save.id).cut()
 
 
 def tags_of(repo: Repo) -> dict[CheckpointId, tuple[str, ...]]:
