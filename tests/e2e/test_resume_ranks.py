@@ -63,7 +63,7 @@ def _line(step: int, indices: list[int], **more: Any) -> dict[str, Any]:
 
 
 def _began(step: int, **more: Any) -> dict[str, Any]:
-    said = {"exact": True, "reasons": [], "caveats": ["saved by 1 and resumed by 2: sums over ranks add up"]}
+    said = {"exact": False, "reasons": ["saved by 1 and resumed by 2: sums over ranks add up"], "caveats": []}
     line = _line(step, [], certificate=said, life=2)
     return {**line, **more}
 

@@ -37,6 +37,7 @@ BEGIN = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 OWNER = Owner("node-7", "boot", "pid:[1]", 1234, "5678", "ada")
 CERTIFICATE = {
     "exact": False,
+    "verdict": "not exact",
     "reasons": ["data: the position of a generator cannot be saved; a resume begins it anew"],
     "caveats": ["model: gradients are not saved; they matter where they are not cleared before the next backward"],
     "covers": ["model", "optimizer", "scheduler", "step and epoch", "random generators of python"],

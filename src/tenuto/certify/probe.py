@@ -10,13 +10,14 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
+from tenuto.certify.proof import running_script
 from tenuto.certify.verdict import Row
 from tenuto.codec.digest import digest
 from tenuto.concurrency.process import judge, this_process
@@ -213,10 +214,11 @@ class TrailWriter:
             self.check_owner()
             time.sleep(KILL_POLL_S)
 
-    def leave(self, certificate: Mapping[str, Any], uncovered: tuple[str, ...], logged: Sequence[str]) -> None:
-        """Raises EnoughSteps once every step is done; ends a script that catches it and continues."""
+    def leave(self, **done: Any) -> None:
+        """Records `done` and raises EnoughSteps once every step is done; ends a script that catches it and
+        continues."""
         if self._asked == 0:
-            self.write("done", certificate=certificate, uncovered=list(uncovered), logged=list(logged))
+            self.write("done", **done)
         self._asked += 1
         if self._asked < INSISTING:
             raise EnoughSteps
@@ -355,6 +357,8 @@ class CertifyProbe:
         self._order = order
         self._trail_writer = TrailWriter(order, rank, world_size)
         self._batches: list[str | None] = []
+        self._memory = False
+        """Whether the script keeps states in memory, which is left out here."""
 
     def replace(self, where: Where, settings: Settings) -> tuple[Where, Settings]:
         """Returns the scratch store, and settings that save on order. Raises UsageError if the script uses another
@@ -366,6 +370,7 @@ class CertifyProbe:
             )
         self._trail_writer.begin(self._order.where, settings.run)
         save = AtStep(self._order.save_at)
+        self._memory = settings.memory is not None
         return self._order.scratch, dataclasses.replace(
             settings, save=save, keep=keep.latest(1), on_busy="wait", on_error="raise", memory=None
         )
@@ -375,6 +380,7 @@ class CertifyProbe:
         self._session = session
         self._snapshots = snapshots
         self._covered = covered
+        self._conditions = snapshots.conditions()
 
     def batch_given(self, batch: Any) -> None:
         self._batches.append(mark_of(batch))
@@ -393,8 +399,13 @@ class CertifyProbe:
             self._trail_writer.await_kill(last.step)
         if session.step >= self._order.last:
             session.saving.group.farewell(SAVE_DEADLINE_S)  # no rank leaves while another may still need it
+            script = running_script(self._conditions)
             self._trail_writer.leave(
-                self._snapshots.certificate(), uncovered(self._covered), sorted(session.saving.logged)
+                certificate=self._snapshots.certificate(),
+                uncovered=list(uncovered(self._covered)),
+                logged=sorted(session.saving.logged),
+                memory=self._memory,
+                script=script.record() if script is not None else None,
             )
 
     def _record_row(self, *, start: bool = False) -> None:

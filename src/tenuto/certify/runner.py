@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol
 import psutil  # type: ignore[import-untyped]
 
 from tenuto.certify.probe import CertifyOrder, order_of
-from tenuto.certify.verdict import ExactnessVerdict, Row, Trail, Trails, differs, judge, worst
+from tenuto.certify.proof import CertifiedScript
+from tenuto.certify.verdict import ExactnessVerdict, Row, Trail, Trails, differs, judge, not_seen, worst
 from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.errors import DeadlineExceeded, ScriptFailed
 from tenuto.sharding.holdings import rank_names
@@ -70,7 +71,8 @@ class TrailFollower:
     def trail(self) -> Trail:
         found = self.done or {}
         uncovered, logged = (tuple(found.get(name, ())) for name in ("uncovered", "logged"))
-        return Trail(tuple(self.rows), found.get("certificate", {}), uncovered, logged)
+        memory, script = bool(found.get("memory")), found.get("script")
+        return Trail(tuple(self.rows), found.get("certificate", {}), uncovered, logged, memory, script)
 
     def _add(self, record: dict[str, Any]) -> None:
         kind = record.pop("record")
@@ -337,6 +339,8 @@ class Certification:
     ranks: the number of ranks; everything is compared on all of them.
     certificate: that of rank 0 of the resumed process.
     uncovered: state found outside `state`, on any rank.
+    not_seen: what was not tried, or did not occur.
+    script: what ran; None where it is no file.
     unlogged: metrics that the script's policies read and the uninterrupted run did not log, with those policies.
     """
 
@@ -348,6 +352,8 @@ class Certification:
     runs: tuple[ScriptRun, ...]
     certificate: Mapping[str, Any]
     uncovered: tuple[str, ...]
+    not_seen: tuple[str, ...]
+    script: CertifiedScript | None
     unlogged: Mapping[str, str]
     seconds: float
 
@@ -393,6 +399,8 @@ class Certifier:
             runs=tuple(self._runs_done),
             certificate=resumed[0].certificate,
             uncovered=tuple(dict.fromkeys(found for one in resumed for found in one.uncovered)),
+            not_seen=not_seen(resumed[0], len(resumed)),
+            script=None if resumed[0].script is None else CertifiedScript(**resumed[0].script),
             unlogged={
                 metric: by
                 for metric, by in uninterrupted[0].certificate.get("watches", {}).items()

@@ -44,12 +44,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """One process's rows in order, its certificate, state found outside `state`, and names of logged metrics."""
+    """One process's rows in order, its certificate, state found outside `state`, and names of logged metrics.
+
+    memory: whether the script keeps states in memory, which certify leaves out.
+    script: the record of the script (`proof.CertifiedScript`), None where it is no file.
+    """
 
     rows: tuple[Row, ...] = ()
     certificate: Mapping[str, Any] = field(default_factory=dict)
     uncovered: tuple[str, ...] = ()
     logged: tuple[str, ...] = ()
+    memory: bool = False
+    script: Mapping[str, Any] | None = None
 
     @property
     def began(self) -> int | None:
@@ -61,6 +67,16 @@ class Trail:
     @property
     def reached(self) -> int:
         return self.rows[-1].step if self.rows else 0
+
+    @property
+    def batches_seen(self) -> bool:
+        """Whether batches passed through `ckpt.batches`, and could be compared."""
+        return any(batch is not None for row in self.rows for batch in row.batches)
+
+    @property
+    def uncounted(self) -> tuple[str, ...]:
+        """The loaders that the script has iterated and nothing counts: no data= was given."""
+        return tuple(map(str, self.certificate.get("uncounted", ())))
 
     def at(self, step: int) -> tuple[Row, ...]:
         """Returns the rows of one step: one, or two if the step ended an epoch."""
@@ -263,6 +279,8 @@ def of_resume(difference: Difference, resumed: Trail) -> Cause:
     """Explains a resumed run that differs, although uninterrupted runs agree."""
     if difference.start and (difference.of("state") or not difference.of("data")):
         return _of_restore(difference)
+    if resumed.uncounted:
+        return _of_uncounted(difference, resumed)
     if difference.of("data"):
         reasons = [str(one) for one in resumed.certificate.get("reasons", ())]
         return Cause(
@@ -297,6 +315,22 @@ def _of_restore(difference: Difference) -> Cause:
     )
 
 
+def _of_uncounted(difference: Difference, resumed: Trail) -> Cause:
+    """Explains what follows where a loader began anew: other batches, other draws for its order, another state."""
+    hidden = _of_hidden(difference, resumed)
+    if hidden.name == "learning rate":
+        return hidden
+    return Cause(
+        "no data",
+        f"no data= was given, and the script iterates {', '.join(resumed.uncounted)}: nothing counts its batches, so "
+        "the resumed run began it anew",
+        (
+            "pass the loader, Checkpointer(..., data=loader), and take its batches from ckpt.batches",
+            *resumed.uncovered,
+        ),
+    )
+
+
 def _of_hidden(difference: Difference, resumed: Trail) -> Cause:
     paths = [one.path for one in difference.of("state")]
     if paths and all(_is_rate(path) for path in paths):
@@ -322,7 +356,7 @@ def _is_rate(path: str) -> bool:
 
 def _batches_unseen(trail: Trail) -> str:
     """Mentions batches that could not be compared, because they did not pass through `ckpt.batches`."""
-    if any(batch is not None for row in trail.rows for batch in row.batches):
+    if trail.batches_seen:
         return ""
     return " (the contents of the batches were not seen: pass data= and take them from ckpt.batches, and they are)"
 
@@ -377,6 +411,21 @@ class ExactnessVerdict:
     cause: Cause | None = None
     unseeded: tuple[str, ...] = ()
     rank: int | None = None
+
+
+def not_seen(trail: Trail, ranks: int) -> tuple[str, ...]:
+    """Describes what a certification does not try, or did not come across, which its verdict says nothing about."""
+    found: list[str] = []
+    if trail.uncounted:
+        found.append(f"the position in the data: no data= was given, and nothing counts {', '.join(trail.uncounted)}")
+    elif not trail.batches_seen:
+        found.append("the data: no batch came from ckpt.batches")
+    if trail.certificate.get("settings", {}).get("accelerator") is None:
+        found.append("an accelerator: the script used none")
+    found.append(f"any other number of ranks than {ranks}")
+    if trail.memory:
+        found.append("restarts from memory: memory= is left out while a script is certified")
+    return (*found, "an end by a signal that the script handles: it was killed by SIGKILL")
 
 
 def differs(trails: Trails) -> bool:

@@ -123,6 +123,7 @@ class Census:
     saves: dict[CheckpointId, SaveDirectory] = field(default_factory=dict)
     attempts: dict[tuple[str, int], AttemptDirectory] = field(default_factory=dict)
     refs: list[Entry] = field(default_factory=list)
+    proofs: list[Entry] = field(default_factory=list)
     places: list[Entry] = field(default_factory=list)
     """Where else the repository lies, or whose place this is."""
     probes: list[Entry] = field(default_factory=list)
@@ -227,6 +228,9 @@ def place(census: Census, entry: Entry) -> bool:
         return True
     if parts[0] == "refs" and len(parts) == 4 and object_names.parse_numbered(parts[3]) is not None:
         census.refs.append(entry)
+        return True
+    if object_names.is_proof(entry.name):
+        census.proofs.append(entry)
         return True
     if parts[:2] == ["tombstones", "gc"] and len(parts) == 3 and _PROBE.fullmatch(parts[2]):
         census.probes.append(entry)

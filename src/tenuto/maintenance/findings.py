@@ -157,9 +157,9 @@ def _seals(repo: Repo, census: Census) -> Iterator[Finding]:
 
 
 def _refs(repo: Repo, census: Census, lost: LostManifests) -> Iterator[Finding]:
-    """Yields findings about the versions of refs, and about refs to checkpoints that do not exist."""
+    """Yields findings about the versions of refs and of proofs, and about refs to checkpoints that do not exist."""
     rows: dict[str, list[int]] = {}
-    for entry in census.refs:
+    for entry in (*census.refs, *census.proofs):
         directory, _, file = entry.name.rpartition("/")
         rows.setdefault(directory, []).append(object_names.parse_numbered(file) or 0)
     for directory, there in rows.items():

@@ -133,6 +133,7 @@ class Framework:
     iteration: the module whose `follow` begins to note every loader that is iterated, and whose `iterated` names those
         that training is in the middle of.
     gate: the module whose `gate` guards the updates of optimizers, for fenced captures.
+    state_dicts: the module whose `owner` knows what `state_dict()` of the framework's objects returns.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Framework:
     certificate: str = ""
     iteration: str = ""
     gate: str = ""
+    state_dicts: str = ""
 
     @property
     def loaded(self) -> bool:
@@ -171,6 +173,7 @@ BUILT_IN: Final = (
         certificate=f"{_TORCH}.certificate",
         iteration=f"{_TORCH}.data.iteration",
         gate=f"{_TORCH}.fence",
+        state_dicts=f"{_TORCH}.state_dicts",
     ),
 )
 _BUILT_IN_NAMES: Final = frozenset(framework.name for framework in BUILT_IN)
@@ -268,6 +271,39 @@ def gate(state: Any, warn: Callable[[str], None]) -> UpdateGate | None:
     """Returns what guards the updates of the optimizers in `state`; None while no framework that has any is loaded."""
     for _, module in loaded("gate"):
         return cast(UpdateGate, module.gate(state, warn))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A mapping that some object's `state_dict()` has returned. keys: where it lies in the state; owner: what kind of
+    object that was, such as "optimizer"."""
+
+    keys: tuple[Any, ...]
+    owner: str
+
+
+def find_snapshot(state: Mapping[Any, Any]) -> Snapshot | None:
+    """Returns the first snapshot in `state` or in containers inside it; None if there is none. Objects that say their
+    state by themselves are not looked into: what they return is asked for at every save."""
+    modules = [module for _, module in loaded("state_dicts")]
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), state)] if modules else []
+    seen: set[int] = set()
+    while waiting:
+        keys, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            for module in modules:
+                if owner := module.owner(value):
+                    return Snapshot(keys, owner)
+        inner = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+        waiting += [
+            ((*keys, key), one)
+            for key, one in reversed(inner)
+            if isinstance(one, Mapping | list | tuple) and not is_stateful(one)
+        ]
     return None
 
 

@@ -18,6 +18,7 @@ from tenuto.policy.save import EveryStall, OnImprove, SavePolicy, parts_of
 from tenuto.repo.best import BestSelector, Mode
 from tenuto.repo.refs import check_tag, is_name
 from tenuto.sharding.write_plan import Strategy
+from tenuto.state.frameworks import find_snapshot
 
 OnBusy = Literal["wait", "skip"]
 OnError = Literal["warn", "raise"]
@@ -76,6 +77,7 @@ class Settings:
                 subject="state",
                 hint='write {"model": model, "optimizer": optimizer}',
             )
+        _refuse_snapshots(state)
         policy = save if save is not None else every(minutes=10) | on.end() | on.signal()
         kept = keep if keep is not None else keeping.latest(3)
         if not isinstance(policy, SavePolicy):
@@ -122,6 +124,25 @@ class Settings:
             "on_busy": self.on_busy,
             "capture": "fenced" if self.fenced else "eager",
         }
+
+
+def _refuse_snapshots(state: Mapping[Any, Any]) -> None:
+    """Raises UsageError for what `torch.save` is given, and what would be saved unchanged for ever here."""
+    found = find_snapshot(state)
+    if found is None:
+        return
+    entry = "state" + "".join(f"[{key!r}]" for key in found.keys)
+    key = found.keys[-1] if found.keys else ""
+    name = key.removesuffix("state_dict").removesuffix("_") if isinstance(key, str) else ""
+    if not name.isidentifier():
+        name = {"module": "model", "GradScaler": "scaler"}.get(found.owner, found.owner)
+    written = f"`{name}`" if found.keys else f'`{{"{name}": {name}}}`'
+    an = "an" if found.owner == "optimizer" else "a"
+    raise UsageError(
+        f"{entry} is what state_dict() of {an} {found.owner} returned: a snapshot, which does not follow training",
+        subject=entry,
+        hint=f"pass {written} itself, not `{name}.state_dict()`: the Checkpointer reads it at every save",
+    )
 
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")

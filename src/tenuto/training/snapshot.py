@@ -16,6 +16,7 @@ import numpy as np
 from tenuto.codec.digest import digest
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.errors import TenutoError, UnsupportedPlatform
+from tenuto.model.exactness import judged
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
@@ -109,12 +110,14 @@ GIT_DEADLINE_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """A framework's findings. reasons: why a resume is not exact; caveats: why it may not be."""
+    """A framework's findings. reasons: why a resume is not exact; caveats: why it may not be; unknown: what is out of
+    sight and usually matters."""
 
     reasons: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
 
 
 UNCOUNTED: Final = (
@@ -122,24 +125,48 @@ UNCOUNTED: Final = (
 )
 
 
-def certificate(state: Mapping[str, Any], position: DataPosition | None, *, uncounted: bool = False) -> dict[str, Any]:
-    """Returns the certificate as plain JSON values. `uncounted`: training takes its batches past `position`.
+def follow_loaders() -> dict[str, int]:
+    """Begins to note the loaders that training iterates. Returns from where on, by framework."""
+    return {framework.name: module.follow() for framework, module in loaded("iteration")}
 
-    exact: nothing is known that would make a resume inexact; else `reasons` lists it.
-    caveats: what may make it inexact, and cannot be checked.
+
+def certificate(
+    state: Mapping[str, Any],
+    position: DataPosition | None,
+    *,
+    uncounted: bool = False,
+    since: Mapping[str, int] | None = None,
+    proof: Mapping[str, Json] | None = None,
+) -> dict[str, Any]:
+    """Returns the certificate as plain JSON values. `uncounted`: training takes its batches past `position`. `since`:
+    what `follow_loaders` returned when it began. `proof`: what `tenuto certify` has found for this script.
+
+    verdict: "proven", "no known gap", "unknown" or "not exact" (`model.exactness`). exact: whether it is one of the
+        first two.
+    reasons: what is known to make a resume inexact; unknown: what usually matters and was out of sight; caveats: what
+        may make it inexact, and cannot be checked.
+    uncounted: loaders that training has iterated and nothing counts.
     covers, leaves_out: what is in the checkpoint, and what never is.
     settings, versions, code: what ran. `code` is the git commit, and whether tracked files differ from it.
     """
     found = [module.findings(state) for _, module in loaded("certificate")]
     reasons = [reason for one in found for reason in one.reasons]
     caveats = [caveat for one in found for caveat in one.caveats]
+    unknown = [gap for one in found for gap in one.unknown]
+    if proof is not None:  # what certify has tried: the optimizer, if any, was made anew, and it changed nothing
+        caveats, unknown = caveats + unknown, []
+    past: list[str] = []
     if position is None:
         iterated = sorted({name for _, module in loaded("iteration") for name in module.iterated(state)})
+        past = sorted({*iterated, *_begun(state, since or {})})
         if iterated:
             reasons.append(
                 f"training is in the middle of {', '.join(iterated)}, and no data= was given to count its batches"
             )
-        caveats.append("no data= was given, so the position in the data is not covered")
+        elif past:
+            unknown.append(f"training has iterated {', '.join(past)}, and no data= was given to count its batches")
+        else:
+            caveats.append("no data= was given, so the position in the data is not covered")
     elif uncounted:
         reasons.append(UNCOUNTED)
     else:
@@ -151,10 +178,11 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None, *, unco
     for one in found:
         versions.update(one.versions)
         settings.update(one.settings)
-    return {
-        "exact": not reasons,
+    content = {
         "reasons": reasons,
+        "unknown": unknown,
         "caveats": caveats,
+        "uncounted": past,
         "covers": [
             *(str(name) for name in state),
             "step and epoch",
@@ -165,6 +193,31 @@ def certificate(state: Mapping[str, Any], position: DataPosition | None, *, unco
         "settings": settings,
         "versions": versions,
         "code": code_identity(),
+    }
+    if proof is not None and not past:  # certify has not seen where a loader stood that nothing counts
+        content["proof"] = dict(proof)
+    return judged(content)
+
+
+def _begun(state: Mapping[str, Any], since: Mapping[str, int]) -> Iterator[str]:
+    for framework, module in loaded("iteration"):
+        if framework.name in since:
+            yield from module.begun(state, since[framework.name])
+
+
+def conditions(state: Mapping[str, Any], ranks: int) -> dict[str, Json]:
+    """Returns what, besides the script, decides the bits of a training."""
+    found = [module.findings(state) for _, module in loaded("certificate")]
+    return {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "ranks": ranks,
+        "settings": {name: value for one in found for name, value in one.settings.items()},
+        "versions": {
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "tenuto": __version__,
+            **{name: value for one in found for name, value in one.versions.items()},
+        },
     }
 
 
@@ -234,14 +287,15 @@ class Snapshots:
     ) -> None:
         """`watched`: the metrics that policies read, and which do; the certificate lists them, so that one that was
         never logged shows there. `modes`: in which direction those improve, where a policy says so."""
-        self._state = state
+        self.state = state
         self._policies = {name: dict(found) for name, found in (("watches", watched), (MODES, modes)) if found}
         self._position = position
         self._private: dict[str, Any] = {}
         self._flattener = Flattener(state, private=self._private)
         self._environment: dict[str, Json] | None = None
-        for _, module in loaded("iteration"):
-            module.follow()
+        self._since = follow_loaders()
+        self.proof: Mapping[str, Json] | None = None
+        """What `tenuto certify` has found for this script on this layout."""
 
     def now(self) -> Flattened:
         self._private.update(self._position.private())
@@ -267,8 +321,14 @@ class Snapshots:
             marks=self._position.marks(),
         )
 
+    def conditions(self) -> dict[str, Json]:
+        return conditions(self.state, self._position.world_size)
+
     def certificate(self) -> dict[str, Json]:
-        found = certificate(self._state, self._position.data, uncounted=self._position.uncounted)
+        position = self._position
+        found = certificate(
+            self.state, position.data, uncounted=position.uncounted, since=self._since, proof=self.proof
+        )
         found["caveats"] += self._position.caveats + self._position.reasons
         if self._position.world_size > 1:
             found["at_other_ranks"] = elsewhere(self._position.data)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from tenuto.certify.proof import proof_of_running
 from tenuto.concurrency.interruption import undisturbed
 from tenuto.engine.group.group import leave_on_error, training_group
 from tenuto.engine.save.handle import Save
@@ -31,6 +32,7 @@ from tenuto.training.preemption import PreemptionHandler, await_saves, warn_of_e
 from tenuto.training.resume import RunClaim
 from tenuto.training.saves import RunSaver
 from tenuto.training.snapshot import UNCOUNTED, Snapshots, StateMark
+from tenuto.training.stale_counts import StaleCounts
 
 CLOSE_DEADLINE_S = 600.0
 GIVE_BACK_S = 20.0
@@ -109,6 +111,7 @@ class TrainingSession:
         self._foreign_loop = False
         """Whether a loop of the user's own calls `step_done`."""
         self._warned_of_uncounted = False
+        self._stale_counts = StaleCounts(snapshots.state)
         self._requests = PendingRequests(self, saving, snapshots)
         self._late_metrics = LateMetricTrigger(self, saving, snapshots)
         self._early: dict[str, float] = {}
@@ -153,6 +156,8 @@ class TrainingSession:
             claiming.on_claimed = saving.expect
             if settings.fenced:
                 saving.capture_fenced(state)
+            if group.coordinates:
+                snapshots.proof = proof_of_running(repo, snapshots.conditions())
             if probe is not None:
                 probe.attach(session, snapshots, (state, data))
                 claiming.on_restored = probe.restored
@@ -391,6 +396,8 @@ class TrainingSession:
         due_s = time.monotonic()
         flattened = self._snapshots.now()
         about = self._snapshots.about(parent=self._parent, metrics=self.metrics, reason=reason)
+        if stale := self._stale_counts.look(self.step, self.position.counters.epoch):
+            self.saving.warn(stale)
         return self.saving.take(
             flattened, self.step, about, wait=wait, must=must, handle=handle, eager=eager, due_s=due_s
         )

@@ -43,7 +43,7 @@ class FirstToLeave:
 
 def done(teller: TrailWriter) -> None:
     with contextlib.suppress(EnoughSteps):
-        teller.leave({}, (), ())
+        teller.leave()
 
 
 def test_a_rank_that_the_first_one_does_not_wait_for_may_tell_a_little_later(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_ls_json(cli, made):
         "notes": [],
         "tags": [],
         "message": None,
+        "verdict": None,
     }
     assert gpt["checkpoints"][0]["metrics"]["late"] == 0.25
 

@@ -26,7 +26,6 @@ gpt/a0002/7  (latest)
   metrics   late 0.25, loss 0.142857, val_loss 0.5
 
 certificate
-  exact    no
   reasons  shuffled by hand
   covers   model
            step and epoch

@@ -133,11 +133,14 @@ def test_certify_says_what_the_policies_go_by_and_nothing_logged(capsys):
         runs=(),
         certificate={},
         uncovered=(),
+        not_seen=("an accelerator: the script used none",),
+        script=None,
         unlogged={"val_loss": "keep.best(1, 'val_loss', mode='min')"},
         seconds=1.0,
     )
     _show(found)
     out = capsys.readouterr().out
+    assert "\nNot seen, so nothing is proven of:\n  -  an accelerator: the script used none\n" in out
     assert out.endswith(
         "Not logged in these 20 steps, though the script's policies go by it:\n"
         "  -  val_loss, by keep.best(1, 'val_loss', mode='min')\n"

@@ -61,16 +61,18 @@ def certify(  # noqa: PLR0917 - options; nobody passes them by position
     the data is compared after every step, on every rank of a job of several processes (torchrun). Where they differ, it
     is run uninterrupted again, to tell a training that does not repeat itself from a resume that is not exact.
 
-    WHERE itself is not touched: the script's Checkpointer gets a scratch place instead. Nothing else that the script
-    does is held back.
+    The script's Checkpointer gets a scratch place instead of WHERE. If the resume is exact, that is recorded in WHERE,
+    and checkpoints of the same script say `proven`. Nothing else that the script does is held back.
     """
     from tenuto.certify.runner import Certifier
 
     with _exit_on_signals(), _place(where, scratch, keep) as place:
         with _progress() as show:
             found = Certifier(_absolute(where), command, place, steps, more, patience, show).run()
+        recorded = _record(_absolute(where), found)
         if json:
-            output.document("certify", {**_document(found), "kept": str(place) if keep else None})
+            kept = str(place) if keep else None
+            output.document("certify", {**_document(found), "kept": kept, "recorded": recorded})
         else:
             _show(found)
         if keep:
@@ -80,9 +82,29 @@ def certify(  # noqa: PLR0917 - options; nobody passes them by position
         raise typer.Exit(status)
 
 
+def _record(where: str, found: Certification) -> bool:
+    """Records the proof, so that checkpoints of this script say "proven"; returns whether it did. A verdict that cannot
+    be recorded, such as in a place that is read-only, stands all the same."""
+    from tenuto.certify.proof import put_proof
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
+
+    if found.verdict.kind != "exact" or found.script is None:
+        return False
+    try:
+        put_proof(Repo.create_or_open(open_store(where)), found.script, saved=found.saved, last=found.last)
+    except TenutoError as error:
+        output.story(f"the verdict is not recorded, so checkpoints will not say `proven`: {error.message}")
+        return False
+    return True
+
+
 def _show(found: Certification) -> None:
     output.line(_headline(found))
     _show_verdict(found)
+    if found.verdict.kind == "exact":
+        output.line("\nNot seen, so nothing is proven of:")
+        output.line(output.rows([("-", one) for one in found.not_seen]))
     if found.unlogged:
         output.line(f"\nNot logged in these {found.last} steps, though the script's policies go by it:")
         output.line(output.rows([("-", f"{metric}, by {by}") for metric, by in found.unlogged.items()]))
@@ -168,6 +190,7 @@ def _document(found: Certification) -> dict[str, Any]:
         "cause": None if cause is None else {"name": cause.name, "words": cause.words, "advice": list(cause.advice)},
         "unseeded": list(verdict.unseeded),
         "uncovered": list(found.uncovered),
+        "not_seen": list(found.not_seen),
         "unlogged": dict(found.unlogged),
         "certificate": found.certificate,
         "processes": [

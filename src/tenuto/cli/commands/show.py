@@ -27,10 +27,15 @@ EXAMPLES = examples(
     "tenuto show /data/checkpoints --leaves --depth 2  # sums below two levels",
     "tenuto show /data/checkpoints --timing            # what saves have cost",
 )
-CERTIFICATE = ("exact", "reasons", "caveats", "at_other_ranks", "covers", "leaves_out", "code", "versions", "settings")
+CERTIFICATE = (
+    *("verdict", "proof", "reasons", "unknown", "caveats", "at_other_ranks", "covers", "leaves_out"),
+    *("code", "versions", "settings"),
+)
+NOT_SHOWN = frozenset({"exact", "uncounted", "watches", "modes"})
+"""What the certificate says again for machines, or another row says."""
 SHOWN_RANKS = 4
 """Ranks whose private values are printed."""
-ITEM_BY_ITEM = ("reasons", "caveats", "at_other_ranks", "covers", "leaves_out")
+ITEM_BY_ITEM = ("reasons", "unknown", "caveats", "at_other_ranks", "covers", "leaves_out")
 
 
 def show(
@@ -217,8 +222,8 @@ def _unlogged(manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, str
 def _certificate(manifest: Manifest) -> list[tuple[str, str]]:
     """Returns the certificate's rows, the most important first; a list of phrases takes one row each."""
     found = manifest.certificate
-    others = [name for name in found if name not in (*CERTIFICATE, "watches", "modes")]
-    names = [name for name in CERTIFICATE if name in found] + others
+    others = [name for name in found if name not in CERTIFICATE and name not in NOT_SHOWN]
+    names = [name for name in CERTIFICATE if found.get(name) not in (None, [])] + others
     rows: list[tuple[str, str]] = []
     for name in names:
         value = found[name]

@@ -12,6 +12,7 @@ from tenuto.cli.console.output import NARROWEST, Columns, cells, clean, clipped,
 from tenuto.cli.views.ages import since
 from tenuto.cli.views.shards import Contents
 from tenuto.cli.views.state_tree import TreeLine, lines
+from tenuto.model.exactness import because, exactness
 from tenuto.model.records import Manifest
 from tenuto.units import count, size
 
@@ -149,8 +150,6 @@ def _metrics(found: Mapping[str, float]) -> str:
 
 
 def verdict_of(certificate: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
-    """Returns what a certificate says of a resume: the verdict, the reasons against it, and the caveats."""
-    if not certificate:
-        return "unknown: no training has saved it", [], []
-    reasons, caveats = ([str(one) for one in certificate.get(name) or ()] for name in ("reasons", "caveats"))
-    return ("no known gap" if certificate.get("exact") else "NOT EXACT"), reasons, caveats
+    """Returns what a certificate says of a resume: the verdict, what it rests on, and the caveats."""
+    caveats = [str(one) for one in certificate.get("caveats") or ()]
+    return exactness(certificate) or "unknown: no training has saved it", list(because(certificate)), caveats

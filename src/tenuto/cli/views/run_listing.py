@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.cli.views.ages import age_s, since
 from tenuto.errors import CheckpointNotFound, CorruptionError, MetricNotLogged, RunNotFound, StoreError, typed
+from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.repo.best import BestSelector, Measured, Mode, best_of, modes_of
 from tenuto.repo.notes import verification_of
@@ -29,6 +30,13 @@ STATES: Final[Mapping[str, str]] = {
 }
 """States of `maintenance.census` in words; foreign directories are no checkpoints and not shown."""
 
+EXACTNESS: Final[Mapping[str, str]] = {
+    "proven": "proven exact",
+    "unknown": "exactness unknown",
+    "not exact": "not exact",
+}
+"""Verdicts of certificates as marks of what training resumes from; "no known gap" is the usual one."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
@@ -48,6 +56,8 @@ class RunRow:
     message: str = ""
     modes: Mapping[str, Mode] = field(default_factory=dict)
     """In which direction its training says that metrics improve."""
+    verdict: Exactness | None = None
+    """Whether a resume from it is exact, as its certificate says."""
 
     @property
     def suspect(self) -> bool:
@@ -64,6 +74,8 @@ class RunRow:
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
         if verdicts and self.state == "committed":
             marks.append("SUSPECT" if verdicts[-1] == "suspect" else verdicts[-1])
+        if self.latest and self.verdict is not None and self.verdict in EXACTNESS:
+            marks.append(EXACTNESS[self.verdict])
         marks += [f"tagged {name}" for name in self.tags]
         return marks
 
@@ -85,6 +97,7 @@ class RunRow:
             "notes": [{"kind": note.kind, **note.body} for note in self.notes],
             "tags": list(self.tags),
             "message": self.message or None,
+            "verdict": self.verdict,
         }
 
 
@@ -270,6 +283,7 @@ def _rows(
             tags=tags.get(save.id, ()),
             message=cut or save.message,
             modes=modes_of(manifest) if manifest else {},
+            verdict=exactness(manifest.certificate) if manifest else None,
         )
 
 

@@ -19,6 +19,7 @@ from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.engine.read.leaf_reader import read_leaves
 from tenuto.errors import CheckpointNotFound, CorruptionError, NothingRestorable, StoreError, in_words, typed
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent, Warned
+from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json, Manifest
@@ -394,6 +395,12 @@ class Restored:
     @property
     def step(self) -> int:
         return self.checkpoint.step
+
+    @property
+    def verdict(self) -> Exactness | None:
+        """Whether a resume from it is exact: "proven" by `tenuto certify`, "no known gap", "unknown" or "not exact".
+        None where nothing says, as of what `tenuto.save` has saved."""
+        return exactness(self.certificate)
 
     @classmethod
     def of(cls, result: RestoreResult, where: str, memory_s: float | None = None) -> Restored:

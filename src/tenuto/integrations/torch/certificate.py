@@ -20,6 +20,11 @@ _apart: Final[weakref.WeakKeyDictionary[torch.nn.Module, list[str]]] = weakref.W
 _MOST_OPTIMIZERS: Final = 64
 _DEEPEST: Final = 3
 """Containers and wrappers around an optimizer, at most."""
+_WITHOUT_OPTIMIZER: Final = (
+    *(torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
+    *(torch.amp.GradScaler, torch.utils.data.DataLoader),
+)
+"""Kinds whose state has no optimizer in it."""
 
 
 def certificate(state: Mapping[str, Any], position: DataPosition | None) -> dict[str, Any]:
@@ -37,9 +42,23 @@ def findings(state: Mapping[str, Any]) -> Findings:
         caveats += left_out
     else:
         reasons += left_out
+    unknown: tuple[str, ...] = ()
     if not any(isinstance(value, torch.optim.Optimizer) for value in state.values()):
-        caveats += ("no torch optimizer is an entry of the state",)
-    return Findings(reasons, caveats, _settings(), {"torch": str(torch.__version__), "cuda": torch.version.cuda})
+        if _trains_without_optimizer(state):
+            unknown = ("a model is in the state and no optimizer is: what the optimizer keeps does not come back",)
+        else:
+            caveats += ("no torch optimizer is an entry of the state",)
+    settings = {**_settings(), "accelerator": "cuda" if accelerated else None}
+    versions = {"torch": str(torch.__version__), "cuda": torch.version.cuda}
+    return Findings(reasons, caveats, settings, versions, unknown)
+
+
+def _trains_without_optimizer(state: Mapping[str, Any]) -> bool:
+    """Returns whether the state has parameters to train, and nothing that could hold their optimizer."""
+    if any(map(_may_cover, state.values())) or any(True for value in state.values() for _ in _optimizers(value)):
+        return False
+    modules = (value for value in state.values() if isinstance(value, torch.nn.Module))
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
 def _optimizers_left_out(state: Mapping[str, Any]) -> Iterator[str]:
@@ -71,9 +90,7 @@ def _optimizers(value: Any, depth: int = 0) -> Iterator[torch.optim.Optimizer]:
 
 def _may_cover(entry: Any) -> bool:
     """Returns whether an entry has a state of its own making, in which an optimizer may be."""
-    return is_stateful(entry) and not isinstance(
-        entry, torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
-    )
+    return is_stateful(entry) and not isinstance(entry, _WITHOUT_OPTIMIZER)
 
 
 def _nondeterminism() -> Iterator[str]:

@@ -22,6 +22,7 @@ MANIFEST: Final = "manifest.json"
 ATTEMPT: Final = "attempt.json"
 BOXES: Final = "boxes.index"
 NOTES: Final = "notes"
+PROOFS: Final = "certified"
 
 _PACKS: Final = (".safetensors", ".pack")
 _PART: Final = re.compile(r"rank-[0-9]{5,}(\.index|(\.home)?(\.[0-9]{2,})?\.safetensors)", re.ASCII)
@@ -29,6 +30,7 @@ _HOME_PACK: Final = re.compile(r"rank-[0-9]{5,}\.home(\.[0-9]{2,})?\.safetensors
 _PLACE: Final = re.compile(r"[0-9a-f]{12}-[0-9a-f]{32}\.json", re.ASCII)
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
 _RESERVED: Final = frozenset({BEGIN, MANIFEST, NOTES})
+_KEY: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _NUMBERED: Final = re.compile(r"([1-9][0-9]{0,17})\.json", re.ASCII)
 
 
@@ -64,6 +66,21 @@ def pack_file(rank: int, number: int, *, home: bool = False) -> str:
 
 def notes_directory(id: CheckpointId) -> str:
     return f"{id.directory}/{NOTES}"
+
+
+def proofs_directory(key: str) -> str:
+    return f"{PROOFS}/{key}"
+
+
+def is_proof(name: str) -> bool:
+    """Returns whether an object has the name of what `certify` has proven: `certified/<key>/<n>.json`."""
+    parts = name.split("/")
+    return (
+        len(parts) == 3
+        and parts[0] == PROOFS
+        and bool(_KEY.fullmatch(parts[1]))
+        and parse_numbered(parts[2]) is not None
+    )
 
 
 def attempt_trash(run: str, attempt: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto.errors import CorruptionError, UsageError
+from tenuto.model.exactness import judged
 from tenuto.model.records import Json, Manifest
 from tenuto.state.position.positions import DataPosition, OrderCursor, WorldSizeChange, attach
 from tenuto.state.position.rng import apply, capture, marks, names, of_new_rank
@@ -92,11 +93,10 @@ class TrainingPosition:
         """Returns a checkpoint's certificate with what another number of ranks makes inexact."""
         if moved is None:
             return certificate
-        found = dict(certificate)
-        reasons = [*found.get("reasons", ()), *self.reasons, *(self.data.reasons if self.data is not None else ())]
-        found["reasons"] = list(dict.fromkeys(reasons))
-        found["caveats"] = [*found.get("caveats", ()), *self.caveats]
-        return found | {"exact": not reasons}
+        found = {name: value for name, value in certificate.items() if name != "proof"}  # of as many ranks as saved
+        own = self.data.reasons if self.data is not None else ()
+        reasons = [*found.get("reasons", ()), *self.reasons, *own, *self.caveats]
+        return judged(found | {"reasons": list(dict.fromkeys(reasons))})
 
     def progress(self) -> dict[str, Json]:
         """Returns the manifest's record of the position."""

@@ -1,4 +1,4 @@
-"""Which DataLoaders this process is in the middle of, whoever iterates them.
+"""Which DataLoaders this process iterates, and which of them it is in the middle of, whoever iterates them.
 
 A training that gives its Checkpointer no data may still take batches from a DataLoader, and then its certificate must
 not call a resume exact. torch calls nothing when a loader is iterated, so the base of all its iterators (torchdata's,
@@ -23,27 +23,47 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from tenuto.state.frameworks import is_stateful
 
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+_begun: dict[int, tuple[int, weakref.ref[Any], str]] = {}
+"""Each loader that was ever iterated, by its address: the number of its last iterator, and its data set in words."""
 _lock = threading.Lock()
 _MOST: Final = 64
 _DEEPEST: Final = 3
 """Containers and objects around a loader, at most."""
 
 
-def follow() -> None:
-    """Begins to note iterators, once per process."""
+def follow() -> int:
+    """Begins to note iterators, once per process. Returns the number of the last one so far, for `begun`."""
     with _lock:
         made = _BaseDataLoaderIter.__init__
         if getattr(made, "noted_by", None) is _iterators:
-            return
+            return _last()
 
         @functools.wraps(made)
-        def noted(self: Any, *arguments: Any, **options: Any) -> None:
-            made(self, *arguments, **options)
-            with _lock, suppress(TypeError):  # one without a hash, of somebody's own, is iterated all the same
-                _iterators.add(self)
+        def noted(self: Any, loader: Any, *arguments: Any, **options: Any) -> None:
+            made(self, loader, *arguments, **options)
+            _note(self, loader)
 
         noted.noted_by = _iterators  # type: ignore[attr-defined]
         _BaseDataLoaderIter.__init__ = noted  # type: ignore[method-assign]
+        return _last()
+
+
+def _last() -> int:
+    return max((number for number, _, _ in _begun.values()), default=0)
+
+
+def _note(iterator: Any, loader: Any) -> None:
+    with _lock, suppress(TypeError):  # one without a hash, of somebody's own, is iterated all the same
+        _begun[id(loader)] = (_last() + 1, weakref.ref(loader), _words(loader.dataset))
+        _iterators.add(iterator)
+
+
+def begun(state: Mapping[str, Any], since: int) -> list[str]:
+    """Names the loaders that were iterated after `follow` returned `since`, but for those that `state` has."""
+    with _lock:
+        found = [(loader(), words) for number, loader, words in _begun.values() if number > since]
+    known = _known(state) if found else set()
+    return [words for loader, words in found if loader is None or id(loader.dataset) not in known]
 
 
 def iterated(state: Mapping[str, Any]) -> list[str]:
@@ -52,9 +72,16 @@ def iterated(state: Mapping[str, Any]) -> list[str]:
     with _lock:
         found = list(_iterators)
     inside = [one._dataset for one in found if _inside(one)]
-    known = {id(loader.dataset) for value in state.values() for loader in _loaders(value)} if inside else set()
-    open_ones = [dataset for dataset in inside if id(dataset) not in known]
-    return [f"a DataLoader over {type(dataset).__name__}" for dataset in open_ones]
+    known = _known(state) if inside else set()
+    return [_words(dataset) for dataset in inside if id(dataset) not in known]
+
+
+def _words(dataset: Any) -> str:
+    return f"a DataLoader over {type(dataset).__name__}"
+
+
+def _known(state: Mapping[str, Any]) -> set[int]:
+    return {id(loader.dataset) for value in state.values() for loader in _loaders(value)}
 
 
 def _loaders(value: Any, depth: int = 0) -> Iterator[DataLoader[Any]]:
