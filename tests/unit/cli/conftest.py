@@ -2,13 +2,16 @@
 
 import re
 import shutil
+import time
 
 import numpy as np
 import pytest
 
 from tenuto.cli import main
+from tenuto.cli.views import ages
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
+from tenuto.model.exactness import judged
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.notes import add_note
 from tenuto.repo.ownership.claim import claim
@@ -39,7 +42,7 @@ def save(repo, run, steps, state=STATE, parent=None):
             metrics={"loss": 1 / step, "val_loss": float("nan") if step == 6 else 0.5},
             progress={"step": step, "epoch": 0},
             environment={"python": "3.11"},
-            certificate={"exact": False, "reasons": ["shuffled by hand"], "covers": ["model", "step and epoch"]},
+            certificate=judged({"reasons": ["shuffled by hand"], "covers": ["model", "step and epoch"]}),
         )
         saver.save(flatten(state), step, wait=True, about=about).wait()
     attempt.release()
@@ -66,10 +69,13 @@ def place(made, tmp_path):
 
 @pytest.fixture
 def cli(capsys, monkeypatch):
-    """Runs a command at 80 columns without colour; returns status, stdout, stderr, with what differs from run to run
+    """Runs a command at 80 columns without colour, five hours later; returns status, stdout, stderr, with what differs from run to run
     taken out."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("TENUTO_WHERE", raising=False)
+    later = time.time() + 5 * 3600
+    monkeypatch.setattr(ages, "clock", lambda: later)
 
     def run(*words):
         with pytest.raises(SystemExit) as caught:

@@ -34,7 +34,9 @@ def keep(
     latest: Annotated[int | None, typer.Option("--latest", metavar="N", help="Keep the newest N.")] = None,
     best: Annotated[
         list[str] | None,
-        typer.Option("--best", metavar=BEST, help="Keep the N best by METRIC; MODE is min or max, else what training recorded."),
+        typer.Option(
+            "--best", metavar=BEST, help="Keep the N best by METRIC; MODE is min or max, else what training recorded."
+        ),
     ] = None,
     every_steps: Annotated[
         int | None, typer.Option("--every-steps", metavar="N", help="Keep the first at or after each multiple of N.")
@@ -80,7 +82,9 @@ def keep(
         )
 
 
-def _policy(latest: int | None, best: list[KeepPolicy], every_steps: int | None, every_hours: float | None) -> KeepPolicy:
+def _policy(
+    latest: int | None, best: list[KeepPolicy], every_steps: int | None, every_hours: float | None
+) -> KeepPolicy:
     from tenuto.policy import keep as keeping
 
     parts = [*([keeping.latest(latest)] if latest is not None else []), *best]

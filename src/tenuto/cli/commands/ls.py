@@ -81,7 +81,7 @@ def ls(
     if memory:
         _memory(where, run, as_json=json)
         return
-    where = where or default_place()
+    where = where or default_place("; tenuto ls --memory needs none")
     repo = repository(where)
     if everything and limit is not None:
         raise UsageError("--all and --limit contradict each other", hint=typed("tenuto", "ls", where, "--all"))
@@ -172,7 +172,7 @@ def _print(found: RunRows) -> None:
             f"{row.ranks:,}" if row.ranks is not None and row.ranks > 1 else "",
             row.created[:16].replace("T", " "),
             *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in names),
-            ", ".join(mark.replace(" ", TOGETHER) for mark in row.marks(found.best_of(row))),
+            ", ".join(mark.replace(" ", TOGETHER) for mark in row.marks(found.best_of(row), of_these=found.more > 0)),
             style="damaged" if row.state == "damaged" else "" if row.state == "committed" else "gone",
         )
     table.print()

@@ -134,7 +134,8 @@ def _words(finding: Finding) -> str:
     if finding.offset is not None:
         place += f" at byte {finding.offset}"
     indent = " " * len("DAMAGED  ")
-    lines = output.wrap(output.clean(f"{subject or place}: {finding.message}"), output.width() - len(indent))
+    about = f"{subject or place}: " if subject or place else ""
+    lines = output.wrap(output.clean(f"{about}{finding.message}"), output.width() - len(indent))
     if subject and place and place not in finding.message:
         lines.append(f"in {output.clean(place)}")
     return f"{head}  " + f"\n{indent}".join(lines)

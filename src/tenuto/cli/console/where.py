@@ -16,9 +16,11 @@ HELP: Final = frozenset({"-h", "--help"})
 _PATHS: Final = ("/", "./", "../", "~")
 
 
-def default_place() -> str:
-    """Returns the repository that is meant where none is named, and says which on stderr. Raises UsageError without
-    one."""
+def default_place(otherwise: str = "") -> str:
+    """Returns the repository that is meant where none is named, and says which on stderr.
+
+    Raises UsageError without one; `otherwise`: what its hint adds.
+    """
     named = os.environ.get(VARIABLE)
     if named:
         output.story(f"note: the repository is {named}, from {VARIABLE}")
@@ -27,7 +29,9 @@ def default_place() -> str:
         output.story("note: the repository is the folder you are in")
         return "."
     raise UsageError(
-        "which repository?", subject="WHERE", hint=f"name it as WHERE, set {VARIABLE}, or run this in its folder"
+        "which repository?",
+        subject="WHERE",
+        hint=f"name it as WHERE, set {VARIABLE}, or run this in its folder{otherwise}",
     )
 
 

@@ -138,7 +138,7 @@ def _sums(found: Sequence[TreeLine]) -> Iterator[tuple[str, int, int, str]]:
 def _few(name: str, phrases: Sequence[str], most: int) -> Iterator[tuple[str, str]]:
     """Yields the first few of several phrases, each in a row of its own."""
     left = len(phrases) - most
-    more = [f"{f'and {left} more' if most else left}: --certificate"] if left > 0 else []
+    more = [f"and {left} more: --certificate" if most else f"{left}, see --certificate"] if left > 0 else []
     for number, text in enumerate([*phrases[:most], *more]):
         yield "" if number else name, text
 
@@ -152,4 +152,5 @@ def _metrics(found: Mapping[str, float]) -> str:
 def verdict_of(certificate: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
     """Returns what a certificate says of a resume: the verdict, what it rests on, and the caveats."""
     caveats = [str(one) for one in certificate.get("caveats") or ()]
-    return exactness(certificate) or "unknown: no training has saved it", list(because(certificate)), caveats
+    otherwise = "unknown: its certificate has no verdict" if certificate else "unknown: no training has saved it"
+    return exactness(certificate) or otherwise, list(because(certificate)), caveats

@@ -63,10 +63,11 @@ class RunRow:
     def suspect(self) -> bool:
         return verification_of(self.notes) == "suspect"
 
-    def marks(self, best: Sequence[str] = ()) -> list[str]:
-        """Returns its marks, a few words each. `best`: the metrics by which it is the best."""
+    def marks(self, best: Sequence[str] = (), *, of_these: bool = False) -> list[str]:
+        """Returns its marks, a few words each. `best`: the metrics by which it is the best; `of_these`: of those that
+        are shown, which are not all."""
         marks = ["latest"] if self.latest else []
-        marks += [f"best {metric}" for metric in best]
+        marks += [f"best {metric}{' of these' if of_these else ''}" for metric in best]
         if STATES[self.state]:
             marks.append(STATES[self.state])
         if self.state == "committed" and not self.on_walk:

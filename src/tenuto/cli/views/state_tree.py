@@ -136,13 +136,13 @@ def columns(found: Sequence[TreeLine], spread: Mapping[str, str] | None = None) 
     wide = min(max(map(cells, names), default=0), 48, room)
     out = []
     for name, line in zip(names, found, strict=True):
-        if cells(name) > wide:
+        beside_name = cells(name) <= wide
+        if not beside_name:
             out.append(f"  {name}")
-            name = ""
         value = clean(line.what)
         if line.bytes is None:
             value = clipped(value, max(width() - wide - 4, NARROWEST))
-        text = f"  {padded(name, wide)}  {padded(value, what)}"
+        text = f"  {padded(name if beside_name else '', wide)}  {padded(value, what)}"
         if line.bytes is not None:
             text += f"  {size(line.bytes):>9}"
         if not line.group and spread and line.path in spread:
