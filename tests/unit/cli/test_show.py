@@ -17,7 +17,7 @@ def test_show_whole(cli, made):
         0,
         """\
 gpt/a0002/7  latest
-  resume   not exact: shuffled by hand
+  resume   unknown: its certificate has no verdict
   step     7 (epoch 0), after gpt/a0001/4
   saved    2030-01-02 03:04 UTC (5 h ago)
   metrics  late 0.25, loss 0.142857, val_loss 0.5
@@ -63,7 +63,6 @@ def test_show_certificate_has_what_saved_it_and_what_identifies_it(cli, made):
         out
         == """\
 gpt/a0002/7
-  verdict   not exact
   reasons   shuffled by hand
   covers    model
             step and epoch

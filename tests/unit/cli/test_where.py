@@ -100,8 +100,9 @@ def test_a_file_is_written_from_the_folder_one_stands_in(cli, inside, tmp_path):
 
 
 def test_what_follows_two_dashes_is_never_the_place(named):
-    from tenuto.cli.application import application
     import typer
+
+    from tenuto.cli.application import application
 
     command = typer.main.get_command(application(["certify"])).commands["certify"]
     context = type(command).context_class(command, info_name="certify")
