@@ -125,7 +125,7 @@ def errors(package: Any) -> Iterator[str]:
     yield f"{title}\n\n```text\n{drawing}\n```\n\nEach error{rest}\n"
     yield "| error | exit status |\n|---|---|"
     for name, found in package["errors"].members.items():
-        if not found.is_alias and found.is_class:
+        if not found.is_alias and found.is_class and issubclass(getattr(tree, name), tree.TenutoError):
             yield f"| `{name}` | {getattr(tree, name).exit_code} |"
     yield "\n`tenuto.Preempted` is no error: it is the SystemExit of a training that a signal asked to leave.\n"
 

@@ -68,8 +68,8 @@ def place(made, tmp_path):
 
 @pytest.fixture
 def cli(capsys, monkeypatch):
-    """Runs a command at 80 columns without colour, five hours later; returns status, stdout, stderr, with what differs from run to run
-    taken out."""
+    """Runs a command at 80 columns without colour, five hours later; returns status, stdout, stderr, with
+    what differs from run to run taken out."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("TENUTO_WHERE", raising=False)
