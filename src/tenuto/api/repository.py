@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from tenuto.engine.read.choose import Checkpoint
-from tenuto.errors import CheckpointNotFound, typed
+from tenuto.errors import CheckpointNotFound, did_you_mean, typed
 from tenuto.events import Emitter, Sink
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Manifest, Note
@@ -92,9 +92,11 @@ class Repository:
         damaged = is_name(name) and is_damaged(self.repo, "tag", name)
         found = None if damaged else find_tag(self.repo, name)
         if found is None and not damaged:
-            there = ", ".join(self.tags()) or "none"
+            tags = self.tags()
             raise CheckpointNotFound(
-                f"there is no tag {name!r}; there are: {there}", subject=name, hint=typed("tenuto", "ls", self.url)
+                f"there is no tag {name!r}; there are: {', '.join(tags) or 'none'}",
+                subject=name,
+                hint=did_you_mean(name, tags) or typed("tenuto", "ls", self.url),
             )
         clear_ref(self.repo, "tag", name)
         return found

@@ -20,6 +20,9 @@ from tenuto.errors import CorruptionError, TenutoError, UsageError, nearest
 COMMANDS = tuple(chain.from_iterable(help_text.GROUPS.values()))
 """Each command is a function in the module of the same name."""
 
+ALIASES = {"restore": "export"}
+"""Other names of commands, which no help lists."""
+
 MEANT = {
     "list": ("ls",),
     "log": ("ls",),
@@ -56,8 +59,9 @@ def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(_root)
     for name in names:
-        module = importlib.import_module(f"tenuto.cli.commands.{name}")
-        app.command(name, cls=PlainCommand, epilog=module.EXAMPLES, context_settings=SETTINGS)(getattr(module, name))
+        own = ALIASES.get(name, name)
+        module = importlib.import_module(f"tenuto.cli.commands.{own}")
+        app.command(name, cls=PlainCommand, epilog=module.EXAMPLES, context_settings=SETTINGS)(getattr(module, own))
     return app
 
 
@@ -66,8 +70,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _never_fail_to_encode()
     try:
-        known = words[:1] if words and words[0] in COMMANDS else COMMANDS
-        if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+        known = words[:1] if words and words[0] in (*COMMANDS, *ALIASES) else COMMANDS
+        if words and words[0] not in known and not words[0].startswith("-"):
             raise no_command(words[0])
         sys.exit(application(known)(args=words, prog_name="tenuto", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):

@@ -226,7 +226,7 @@ def _tagged(repo: Repo, name: str) -> CheckpointId:
         raise CheckpointNotFound(
             f"{name!r} names no checkpoint: it is neither a step nor a tag; tags that there are: {tags}",
             subject=name,
-            hint=did_you_mean(name, [*names, "latest"]) or hint,
+            hint=hint if name == "best" else did_you_mean(name, [*names, "latest"]) or hint,
         )
     return _existing(repo, id)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, UsageError
+from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, UsageError
 from tenuto.model.canonical_json import untag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Note
@@ -69,6 +69,15 @@ def known_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
     except CheckpointNotFound:
         return {}
     return with_notes(logged, notes(repo, id, report=ignore))
+
+
+def noted_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
+    """Returns the metrics that were noted after the commit. Where the notes cannot be read there are none: a checkpoint
+    is restored all the same, and verify reports them."""
+    try:
+        return with_notes({}, notes(repo, id, report=ignore))
+    except StoreError:
+        return {}
 
 
 def with_notes(logged: Mapping[str, float], noted: Iterable[Note]) -> dict[str, float]:

@@ -131,7 +131,7 @@ def test_ls_json(cli, made):
 def test_ls_of_an_unknown_run_names_those_there_are(cli, made):
     status, out, err = cli("ls", made, "--run", "gtp")
     assert (status, out) == (11, "")
-    assert err == "error: no run 'gtp' at /ckpts; there are: gpt, small\nhint: tenuto ls /ckpts\n"
+    assert err == "error: no run 'gtp' at /ckpts; there are: gpt, small\nhint: did you mean 'gpt'?\n"
 
 
 def test_ls_of_an_empty_repository_and_of_a_claimed_run(cli, tmp_path):

@@ -40,7 +40,7 @@ EXIT_CODES: Final[dict[int, str]] = {
 
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "look": ("ls", "show", "verify"),
-    "take out": ("restore",),
+    "take out": ("export",),
     "keep": ("tag", "keep", "rm", "undelete", "gc", "replicate"),
     "memory": ("flush", "memory"),
     "try": ("certify", "bench", "demo"),

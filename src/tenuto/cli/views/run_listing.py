@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.cli.views.ages import age_s, since
-from tenuto.errors import CheckpointNotFound, CorruptionError, MetricNotLogged, RunNotFound, StoreError, typed
+from tenuto.errors import (
+    CheckpointNotFound,
+    CorruptionError,
+    MetricNotLogged,
+    RunNotFound,
+    StoreError,
+    did_you_mean,
+    typed,
+)
 from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.repo.best import BestSelector, Measured, Mode, best_of, modes_of
@@ -175,7 +183,7 @@ def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> li
             raise RunNotFound(
                 f"no run {only!r} at {repo.url}; there are: {there}",
                 subject=only,
-                hint=typed("tenuto", "ls", repo.url),
+                hint=did_you_mean(key, runs) or typed("tenuto", "ls", repo.url),
             )
         runs = {key: runs[key]}
     tags, rows = tags_of(repo), []

@@ -120,6 +120,10 @@ class TorchAdapter:
         value = _small(node, path)
         return lambda: value
 
+    def move(self, value: Any, device: Any) -> None:
+        if isinstance(value, nn.Module):
+            value.to(device)
+
     def allocate(self, spec: LeafSpec, node: Json, device: Any) -> tuple[Any, Sink]:
         return tensors.allocate(spec, device)
 
