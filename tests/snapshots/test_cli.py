@@ -19,7 +19,7 @@ import pytest
 from snapshots import fixed
 from snapshots.screen import Shown, on_pipes, on_terminal
 from tenuto.cli.application import COMMANDS
-from tenuto.cli.console.output import cells
+from tenuto.cli.console.output import COPIED, cells
 
 HERE = Path(__file__).parent / "cli"
 RULES = (
@@ -29,8 +29,6 @@ RULES = (
 )
 """What no fixed clock and no fixed id can make equal; everything else is compared as it is."""
 
-COPIED = ("hint: ", "more: ", "… and ")
-"""Lines that are there to be copied, and stay whole."""
 EVERY = "wide narrow pipes json"
 
 Prepare = Callable[[Path], None]
@@ -306,7 +304,8 @@ def test_manners(one: Case) -> None:
             data = "\n".join(line for line in lines if not line.startswith("!"))
             assert re.fullmatch(r"tenuto\.[a-z_]+/1", json.loads(data)["schema"])
         if way == LOOKS["narrow"]:
-            wide = [line for line in lines if cells(line) > 80 and not line.startswith(COPIED)]
+            whole = [line.rpartition(r"\r\x1b[K")[2] for line in lines]
+            wide = [line for line in whole if cells(line) > 80 and not line.startswith(COPIED)]
             assert not wide, "a line is broken in the middle on a terminal of 80 columns"
         if way != LOOKS["colour"]:
             # A name that holds an escape is shown spelled out; a line that tells how far it is erases itself.

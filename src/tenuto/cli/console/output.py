@@ -33,6 +33,8 @@ _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 UNLIMITED = 100_000
 PAGE = 100
 """Maximum columns of running text."""
+COPIED = ("hint: ", "more: ", "… ")
+"""How lines begin that are there to be copied: they stay whole, however long."""
 NARROWEST = 24
 """Columns that wrapped text gets, however narrow the terminal is."""
 
@@ -68,12 +70,15 @@ def padded(text: str, width: int) -> str:
 
 
 def line(text: str = "", *, cleaned: bool = False) -> None:
-    """Writes one or more lines of data. `cleaned`: the text has passed `clean` and contains our own colours."""
-    _write(sys.stdout, text if cleaned else clean_lines(text))
+    """Writes one or more lines of data; long ones wrap between words on a terminal. `cleaned`: the text has passed
+    `clean`, fits, and may contain our own colours."""
+    if not cleaned:
+        text = "\n".join(_wrapped(row, width()) for row in clean_lines(text).split("\n"))
+    _write(sys.stdout, text)
 
 
 def story(text: str, *, cleaned: bool = False) -> None:
-    """Writes one or more lines for the person who waits. On a terminal, long lines wrap between words."""
+    """Writes one or more lines for the person who waits; long ones wrap between words on a terminal."""
     text = text if cleaned else clean_lines(text)
     if sys.stderr.isatty():
         room = shutil.get_terminal_size().columns
@@ -82,13 +87,19 @@ def story(text: str, *, cleaned: bool = False) -> None:
 
 
 def _wrapped(row: str, room: int) -> str:
-    """Wraps a line below its first word, such as `error:`. A hint stays one line: it is there to be copied."""
-    head, colon, rest = row.partition(": ")
-    plain = _COLOUR.sub("", head)
-    if not colon or plain not in ("error", "warning", "note") or cells(plain) + cells(rest) + 2 <= room:
+    """Wraps a long line, further lines below its first word if that is such as `error:`."""
+    plain = _COLOUR.sub("", row)
+    if cells(plain) <= room or plain.startswith(COPIED):
         return row
-    indent = " " * (cells(plain) + 2)
-    return f"{head}: " + f"\n{indent}".join(wrap(rest, room - len(indent)))
+    head, colon, rest = row.partition(": ")
+    if not colon or _COLOUR.sub("", head).rstrip(":") not in ("error", "warning", "note"):
+        head, rest = row[: len(row) - len(row.lstrip())], row.lstrip()
+        indent = f"{head}  "
+    else:
+        indent = " " * (cells(_COLOUR.sub("", head)) + 2)
+        head += ": "
+    first, *more = wrap(rest, room - len(indent))
+    return "\n".join([head + first, *(indent + part for part in more)])
 
 
 def wrap(text: str, room: int) -> list[str]:
