@@ -72,8 +72,9 @@ def padded(text: str, width: int) -> str:
 def line(text: str = "", *, cleaned: bool = False) -> None:
     """Writes one or more lines of data; long ones wrap between words on a terminal. `cleaned`: the text has passed
     `clean`, fits, and may contain our own colours."""
-    if not cleaned:
-        text = "\n".join(_wrapped(row, width()) for row in clean_lines(text).split("\n"))
+    text = text if cleaned else clean_lines(text)
+    if not cleaned and sys.stdout.isatty():
+        text = "\n".join(_wrapped(row, width()) for row in text.split("\n"))
     _write(sys.stdout, text)
 
 
