@@ -18,8 +18,6 @@ from tenuto.errors import (
 )
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
-from tenuto.policy.keep import Best, CheckpointFacts
-from tenuto.policy.numbers import metric_name, min_or_max
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
 from tenuto.repo.notes import ignore, notes, verification_of, with_notes
 from tenuto.repo.repository import Repo
@@ -44,6 +42,8 @@ class BestSelector:
         """Returns None for what selects in another way. Raises UsageError where no metric is named."""
         if not isinstance(text, str) or not text.startswith(BEST):
             return None
+        from tenuto.policy.numbers import metric_name, min_or_max  # a load of the latest needs no policies
+
         name = text.removeprefix(BEST)
         metric, colon, mode = name.rpartition(":")
         if not colon or mode not in ("min", "max"):
@@ -74,6 +74,8 @@ def best(repo: Repo, run: str, selector: BestSelector) -> CheckpointId:
 
 def best_of(found: list[Measured], selector: BestSelector, run: str) -> CheckpointId:
     """Returns the best of `found`, a run's checkpoints in any order. Raises like `best`."""
+    from tenuto.policy.keep import Best, CheckpointFacts
+
     metric = selector.metric
     newest_first = sorted(found, key=lambda one: (one.id.attempt, one.id.step), reverse=True)
     if not newest_first:
@@ -163,4 +165,4 @@ def modes_of(manifest: Manifest) -> dict[str, Mode]:
     """Returns in which direction the policies of a checkpoint's training say that metrics improve."""
     recorded = manifest.certificate.get(MODES)
     pairs = recorded.items() if isinstance(recorded, Mapping) else ()
-    return {name: min_or_max(mode, name) for name, mode in pairs if mode in ("min", "max")}
+    return {name: mode for name, mode in pairs if mode in ("min", "max")}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "tenuto export /data/checkpoints model.safetensors  # the model's weights",
-    "tenuto export /data/checkpoints best.safetensors --step best:val_loss",
+    "tenuto export /data/checkpoints model.safetensors --step best:val_loss",
     "tenuto export /data/checkpoints ema.safetensors --entry ema",
     "tenuto export /data/checkpoints everything.pt --run gpt --step 500",
 )
@@ -55,10 +55,8 @@ def export(
 ) -> None:
     """Write a model's weights, or any other part, to a file.
 
-    Every byte is verified, and no Tenuto is needed to read the file. A *.safetensors file gets the tensors of the
-    state's one model, under their names in it; with --entry, --include or --exclude those, and all where the state has
-    no model. A *.pt file (needs torch) gets the whole state as nested dicts, which torch.load(weights_only=True) reads.
-    OUT appears whole or not at all.
+    Every byte is verified. A *.safetensors file gets the tensors of the state's one model (all, where it has none),
+    under their names in it; a *.pt file the whole state, as torch.load(weights_only=True) reads it.
     """
     from tenuto.units import count, seconds, size
 

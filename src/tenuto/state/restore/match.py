@@ -174,7 +174,8 @@ def _entry_for(tree: Json, into: Any, specs: Sequence[LeafSpec], count: int, *, 
         except StateError as error:
             refused.append(error)
             continue
-        differs = trial.mismatched or trial.missing or trial.faults or (trial.unexpected and not apart)
+        left_over = trial.unexpected and not apart
+        differs = trial.mismatched or trial.missing or trial.faults or trial.notes or left_over
         if not differs:
             fitting.append(name)
         elif trial.restored or any(_subject(problem) != path for problem in trial.mismatched):
