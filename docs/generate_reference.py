@@ -158,7 +158,7 @@ def command_line() -> Iterator[str]:
     for name in COMMANDS:
         command = whole.commands[name]
         context = command.make_context(f"tenuto {name}", [], resilient_parsing=True, terminal_width=100, color=False)
-        words = re.sub(r"[ \t]+$", "", command.get_help(context), flags=re.M)
+        words = re.sub(r"[ \t]+$", "", command.complete_help(context, 98), flags=re.M)
         yield f"## `tenuto {name}`\n\n```text\n{textwrap.dedent(words).strip()}\n```\n"
     yield "## Exit status\n\n| status | means |\n|---|---|"
     for code, meaning in help_text.EXIT_CODES.items():

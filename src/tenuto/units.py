@@ -32,6 +32,19 @@ def seconds(duration: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def age(duration: float) -> str:
+    """Returns how long ago something was, in one unit: 45 s, 12 min, 5 h, 9 days; nothing for what is yet to come."""
+    if duration < -1:
+        return ""
+    if duration < 59.5:
+        return f"{max(duration, 0):.0f} s"
+    if duration < 59.5 * 60:
+        return f"{duration / 60:.0f} min"
+    if duration < 36 * 3600:
+        return f"{duration / 3600:.0f} h"
+    return f"{duration / 86400:,.0f} days"
+
+
 def count(number: int, noun: str) -> str:
     """Returns `1 leaf` or `3,000 steps`: plurals are regular, except that of leaf."""
     if number == 1:

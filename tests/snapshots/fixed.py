@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 
 from support.saves_of_ranks import save_jointly
+from tenuto.cli.views import ages
 from tenuto.concurrency import process
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
@@ -42,6 +43,8 @@ CERTIFICATE = {
     "covers": ["model", "optimizer", "scheduler", "step and epoch", "random generators of python"],
     "leaves_out": ["train or eval mode of modules", "the data set's own bytes"],
     "versions": {"tenuto": "0.1.0", "numpy": "2.4.6", "python": "3.11.7"},
+    "watches": {"loss": "keep.best(1, 'loss', mode='min')"},
+    "modes": {"loss": "min"},
 }
 ENVIRONMENT = {"tenuto": "0.1.0", "numpy": "2.4.6", "platform": "Linux x86_64", "python": "3.11.7"}
 
@@ -85,7 +88,8 @@ def fixed_identity() -> Iterator[None]:
 
 
 def show_fixed_places(real: Path) -> None:
-    """For a child that prints: stores lie below PLACE, as far as anyone is told."""
+    """For a child that prints: stores lie below PLACE, as far as anyone is told, and it is the next morning."""
+    ages.clock = (BEGIN + timedelta(hours=9)).timestamp
     LocalStore.url = property(lambda store: store.root.replace(str(real), PLACE))  # type: ignore[assignment]
 
 

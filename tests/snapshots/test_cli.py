@@ -19,6 +19,7 @@ import pytest
 from snapshots import fixed
 from snapshots.screen import Shown, on_pipes, on_terminal
 from tenuto.cli.application import COMMANDS
+from tenuto.cli.console.output import COPIED, cells
 
 HERE = Path(__file__).parent / "cli"
 RULES = (
@@ -48,7 +49,7 @@ class Case:
     words: tuple[str, ...]
     prepare: Prepare = nothing
     answer: bytes = b""
-    ways: str = "wide json"
+    ways: str = "narrow json"
 
     def typed(self, way: str) -> tuple[str, ...]:
         """With --json where it is asked for; what follows `--` is another program's."""
@@ -105,6 +106,17 @@ def marked_by_gc(where: Path) -> None:
         gc.execute(repo, gc.plan_gc(repo))
 
 
+def trained(where: Path) -> None:
+    """By a process of another machine, which still may be there."""
+    from tenuto.model.ids import CheckpointId
+    from tenuto.repo.ownership.claim import claim
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
+
+    with fixed.fixed_identity():
+        claim(Repo.open(open_store(where / "checkpoints")), "small", CheckpointId("small", 1, 1))
+
+
 def newer_format(where: Path) -> None:
     from tenuto.model import canonical_json
 
@@ -128,58 +140,62 @@ CASES = (
     case("ls_colour", "ls checkpoints", damaged, ways="colour"),
     case("ls_damaged", "ls checkpoints --run gpt", damaged),
     case("ls_removed", "ls checkpoints --run gpt", removed),
+    case("ls_trained", "ls checkpoints --run small", trained),
     case("ls_one_run", "ls checkpoints --run small"),
     case("ls_hostile_names", "ls hostile", ways=f"{EVERY} colour"),
-    case("ls_empty", "ls new", ways="wide pipes json"),
+    case("ls_empty", "ls new", ways="narrow pipes json"),
     case("ls_no_repository", "ls empty", ways="wide narrow pipes json"),
-    case("ls_repository_nearby", "ls .", ways="wide json"),
-    case("ls_no_such_run", "ls checkpoints --run gtp", ways="wide json"),
-    case("ls_newer_format", "ls checkpoints", newer_format, ways="wide json"),
-    case("ls_bad_url", "ls s3://bucket/checkpoints", ways="wide json"),
+    case("ls_repository_nearby", "ls .", ways="narrow json"),
+    case("ls_no_such_run", "ls checkpoints --run gtp", ways="narrow json"),
+    case("ls_newer_format", "ls checkpoints", newer_format, ways="narrow json"),
+    case("ls_bad_url", "ls s3://bucket/checkpoints", ways="narrow json"),
     case("show", "show checkpoints --run gpt", ways=EVERY),
-    case("show_depth", "show checkpoints --run gpt --depth 1", ways="wide narrow"),
+    case("show_leaves", "show checkpoints --run gpt --leaves", ways="narrow"),
+    case("show_depth", "show checkpoints --run gpt --depth 1", ways="narrow"),
+    case("show_certificate", "show checkpoints --run gpt --certificate", ways="narrow"),
+    case("show_private", "show ranks --private", ways="narrow"),
     case("show_timing", "show checkpoints --run gpt --timing", ways=EVERY),
-    case("show_timing_damaged", "show checkpoints --run gpt --timing", damaged, ways="wide colour json"),
+    case("show_timing_damaged", "show checkpoints --run gpt --timing", damaged, ways="narrow colour json"),
     case("show_timing_one", "show checkpoints --run gpt --timing --step a0001/4"),
     case("show_timing_none", "show checkpoints --run small --timing"),
-    case("show_timing_and_path", "show checkpoints model --run gpt --timing", ways="wide json"),
-    case("show_one_leaf", "show checkpoints --run small", ways="wide"),
+    case("show_timing_and_path", "show checkpoints model --run gpt --timing", ways="narrow json"),
+    case("show_one_leaf", "show checkpoints --run small", ways="narrow"),
     case("show_hostile_names", "show hostile", ways=f"{EVERY} colour"),
-    case("show_which_run", "show checkpoints", ways="wide json"),
-    case("show_no_such_step", "show checkpoints --run gpt --step 3", ways="wide json"),
-    case("show_no_step", "show checkpoints --run gpt --step three", ways="wide json"),
-    case("ls_ranks", "ls ranks", ways="wide json"),
+    case("show_which_run", "show checkpoints", ways="narrow json"),
+    case("show_no_such_step", "show checkpoints --run gpt --step 3", ways="narrow json"),
+    case("show_no_step", "show checkpoints --run gpt --step three", ways="narrow json"),
+    case("ls_ranks", "ls ranks", ways="narrow json"),
     case("show_ranks", "show ranks", ways=EVERY),
-    case("show_ranks_leaf", "show ranks model/columns", ways="wide json"),
-    case("show_ranks_own", "show ranks #private/per_rank/seed --rank 2", ways="wide"),
-    case("show_ranks_whose", "show ranks #private/mine", ways="wide json"),
-    case("verify_ranks", "verify ranks", damaged_table, ways="wide json"),
-    case("export_ranks", "export ranks out.safetensors", damaged_table, ways="wide"),
+    case("show_ranks_leaf", "show ranks model/columns", ways="narrow json"),
+    case("show_ranks_own", "show ranks #private/per_rank/seed --rank 2", ways="narrow"),
+    case("show_ranks_whose", "show ranks #private/mine", ways="narrow json"),
+    case("verify_ranks", "verify ranks", damaged_table, ways="narrow json"),
+    case("export_ranks", "export ranks out.safetensors", damaged_table, ways="narrow"),
     case("verify", "verify checkpoints", ways=EVERY),
-    case("verify_structure", "verify checkpoints --run gpt --structure", ways="wide"),
+    case("verify_structure", "verify checkpoints --run gpt --structure", ways="narrow"),
     case("verify_damaged", "verify checkpoints --run gpt", damaged, ways=f"{EVERY} colour"),
-    case("verify_empty", "verify new", ways="wide json"),
+    case("verify_empty", "verify new", ways="narrow json"),
     case("export", "export checkpoints out.safetensors --run gpt"),
-    case("export_part", "export checkpoints w.safetensors --run gpt --include model --strip model/", ways="wide"),
+    case("export_part", "export checkpoints w.safetensors --run gpt --include model --strip model/", ways="narrow"),
     case("export_damaged", "export checkpoints out.safetensors --run gpt --include *", damaged, ways=EVERY),
     case("export_all_damaged", "export checkpoints out.safetensors --run gpt", all_damaged, ways="wide narrow json"),
-    case("export_there_already", "export checkpoints out.safetensors --run gpt", there_already, ways="wide json"),
-    case("export_other_kind", "export checkpoints out.ckpt --run gpt", ways="wide"),
-    case("export_nothing_chosen", "export checkpoints out.safetensors --run gpt --include modle", ways="wide"),
+    case("export_there_already", "export checkpoints out.safetensors --run gpt", there_already, ways="narrow json"),
+    case("export_other_kind", "export checkpoints out.ckpt --run gpt", ways="narrow"),
+    case("export_nothing_chosen", "export checkpoints out.safetensors --run gpt --include modle", ways="narrow"),
     case("rm", "rm checkpoints gpt/a0001/2 gpt/a0001/8 --yes", ways="wide narrow pipes"),
     case("rm_json", "rm checkpoints gpt/a0001/2 --yes", ways="json"),
-    case("rm_asks_yes", "rm checkpoints gpt/a0001/2", answer=b"y\n", ways="wide colour"),
-    case("rm_asks_no", "rm checkpoints gpt/a0001/2", answer=b"\n", ways="wide"),
+    case("rm_asks_yes", "rm checkpoints gpt/a0001/2", answer=b"y\n", ways="narrow colour"),
+    case("rm_asks_no", "rm checkpoints gpt/a0001/2", answer=b"\n", ways="narrow"),
     case("rm_no_terminal", "rm checkpoints gpt/a0001/2", ways="pipes json"),
     case("rm_dry_run", "rm checkpoints gpt/a0001/2 gpt/a0002/7 --dry-run"),
     case("rm_refused", "rm checkpoints gpt/a0001/6 --yes", ways="wide narrow json"),
     case("undelete", "undelete checkpoints gpt/a0001/2", removed),
-    case("undelete_dry_run", "undelete checkpoints 2 --run gpt --dry-run", removed, ways="wide json"),
-    case("undelete_not_removed", "undelete checkpoints gpt/a0001/4", removed, ways="wide json"),
-    case("undelete_nothing", "undelete checkpoints gpt/a0001/3", removed, ways="wide"),
+    case("undelete_dry_run", "undelete checkpoints 2 --run gpt --dry-run", removed, ways="narrow json"),
+    case("undelete_not_removed", "undelete checkpoints gpt/a0001/4", removed, ways="narrow json"),
+    case("undelete_nothing", "undelete checkpoints gpt/a0001/3", removed, ways="narrow"),
     case("keep", "keep checkpoints --run gpt --latest 1 --best 1:loss --yes", ways=EVERY),
     case("keep_dry_run", "keep checkpoints --run gpt --every-steps 4 --dry-run"),
-    case("keep_asks_no", "keep checkpoints --run gpt --latest 1", answer=b"\n", ways="wide"),
+    case("keep_asks_no", "keep checkpoints --run gpt --latest 1", answer=b"\n", ways="narrow"),
     case("keep_what", "keep checkpoints --run gpt"),
     case("tag", "tag checkpoints good --run gpt --step 5"),
     case("tag_moves", "tag checkpoints baseline --run gpt"),
@@ -191,21 +207,21 @@ CASES = (
     case("show_no_such_path", "show checkpoints model/layers.7 --run gpt"),
     case("certify_no_command", "certify checkpoints"),
     case("certify_no_program", "certify checkpoints -- ./train-that-is-not-there"),
-    case("bench_too_large", "bench checkpoints --size 900PiB", ways="wide"),
-    case("bench_no_size", "bench checkpoints --size much", ways="wide json"),
+    case("bench_too_large", "bench checkpoints --size 900PiB", ways="narrow"),
+    case("bench_no_size", "bench checkpoints --size much", ways="narrow json"),
     case("gc_nothing", "gc checkpoints"),
     case("gc_marks", "gc checkpoints", removed),
     case("gc_waits", "gc checkpoints --dry-run", marked_by_gc),
     case("gc_frees", "gc checkpoints --grace 0 --yes", marked_by_gc),
     case("gc_no_terminal", "gc checkpoints --grace 0", marked_by_gc, ways="pipes"),
-    case("replicate_one_place", "replicate checkpoints", ways="wide json"),
-    case("version", "--version", ways="wide"),
+    case("replicate_one_place", "replicate checkpoints", ways="narrow json"),
+    case("version", "--version", ways="narrow"),
     case("help", "--help", ways="wide narrow colour"),
-    case("no_command", "", ways="wide pipes"),
-    case("no_such_command", "lst checkpoints", ways="wide json colour"),
+    case("no_command", "", ways="narrow pipes"),
+    case("no_such_command", "lst checkpoints", ways="narrow json colour"),
     case("no_such_option", "ls checkpoints --rnu gpt", ways="wide narrow json"),
-    case("no_place", "ls", ways="wide json"),
-    case("wrong_value", "gc checkpoints --grace soon", ways="wide json"),
+    case("no_place", "ls", ways="narrow json"),
+    case("wrong_value", "gc checkpoints --grace soon", ways="narrow json"),
     *(case(f"help_{name}", f"{name} --help", ways="narrow") for name in COMMANDS),
 )
 
@@ -238,7 +254,7 @@ def shown(places: Path, tmp_path: Path) -> Callable[[Case, str], Shown]:
         prepare = lambda: fixed.show_fixed_places(where)  # noqa: E731
         match way:
             case "wide" | "narrow":
-                columns = 120 if way == "wide" else 60
+                columns = 120 if way == "wide" else 80
                 found = on_terminal(
                     one.words, columns=columns, where=where, prepare=prepare, answer=one.answer, NO_COLOR="1"
                 )
@@ -257,7 +273,7 @@ def shown(places: Path, tmp_path: Path) -> Callable[[Case, str], Shown]:
 
 LOOKS = {
     "wide": "a terminal of 120 columns, NO_COLOR",
-    "narrow": "a terminal of 60 columns, NO_COLOR",
+    "narrow": "a terminal of 80 columns, NO_COLOR",
     "colour": "a terminal of 120 columns, in colour",
     "pipes": "no terminal",
     "json": "no terminal, --json",
@@ -290,9 +306,13 @@ def test_manners(one: Case) -> None:
         if way == LOOKS["json"]:
             data = "\n".join(line for line in lines if not line.startswith("!"))
             assert re.fullmatch(r"tenuto\.[a-z_]+/1", json.loads(data)["schema"])
+        if way == LOOKS["narrow"]:
+            whole = [line.rpartition(r"\r\x1b[K")[2].replace("<duration>", "1.23 s") for line in lines]
+            wide = [line for line in whole if cells(line) > 80 and not line.startswith(COPIED)]
+            assert not wide, "a line is broken in the middle on a terminal of 80 columns"
         if way != LOOKS["colour"]:
             # A name that holds an escape is shown spelled out; a line that tells how far it is erases itself.
-            without_names = re.sub(r"\\x1b\[(31mred\\x1b\[0m|K)", "", "".join(lines))
+            without_names = re.sub(r"\\x1b\[(31mred(\\x1b\[0m)?|K)", "", "".join(lines))
             assert "\\x1b[" not in without_names, "colour where none was asked for"
 
 

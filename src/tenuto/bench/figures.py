@@ -32,7 +32,7 @@ WORDS: Mapping[str, str] = {
     READ_COLD: "read, cold",
     READ_HOT: "read, from the page cache",
     FLUSH: "small file, flushed",
-    STALL: "save: training held",
+    STALL: "save: training blocked",
     DURABLE: "save: until durable",
     SYNC: "save(wait=True)",
     RESTORE_COLD: "restore, cold",
@@ -128,9 +128,9 @@ def expectations(found: Figures) -> list[str]:
     often = ", ".join(f"every {seconds(interval(found, share))} for {share * 100:g} %" for share in SHARES)
     first = f"the first {seconds(found.prewarm_s)} of a Checkpointer go into taking and touching memory"
     return [
-        f"Each save holds training for about {seconds(stall)}; the checkpoint is durable {seconds(durable)} after it "
+        f"Each save blocks training for about {seconds(stall)}; the checkpoint is durable {seconds(durable)} after it "
         f"began, and until then training shares processor, memory and disk with it.",
-        f"Saves hold training for at most a given share of its time if they are taken {often} (no more often than a "
+        f"Saves block training for at most a given share of its time if they are taken {often} (no more often than a "
         f"save takes; what training loses beside them while one is written depends on the training and is not in it).",
         f"A save that is waited for takes {seconds(_of(found, SYNC))}; {first}.",
         f"A restore takes about {seconds(cold)} {'from a cold disk' if found.cold else 'as measured'}, "

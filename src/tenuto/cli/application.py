@@ -8,31 +8,16 @@ import io
 import sys
 import traceback
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated
 
 import typer
 
 from tenuto.cli.console import help_text, output
-from tenuto.cli.console.help_text import PlainCommand
+from tenuto.cli.console.help_text import PlainCommand, PlainGroup
 from tenuto.errors import CorruptionError, TenutoError, UsageError, nearest
 
-COMMANDS = (
-    "ls",
-    "show",
-    "verify",
-    "export",
-    "rm",
-    "undelete",
-    "flush",
-    "memory",
-    "keep",
-    "tag",
-    "gc",
-    "replicate",
-    "demo",
-    "certify",
-    "bench",
-)
+COMMANDS = tuple(chain.from_iterable(help_text.GROUPS.values()))
 """Each command is a function in the module of the same name."""
 
 ALIASES = {"restore": "export"}
@@ -65,15 +50,7 @@ def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
     """
     app = typer.Typer(
         name="tenuto",
-        help="Looks after checkpoints of deep-learning training: what is there, whether it is whole, getting it out.",
-        epilog=help_text.examples(
-            "tenuto ls /data/checkpoints",
-            "tenuto show /data/checkpoints --run gpt",
-            "tenuto verify /data/checkpoints",
-            "tenuto export /data/checkpoints model.safetensors",
-        )
-        + "\n\n"
-        + help_text.exit_status_table(),
+        cls=PlainGroup,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         add_completion=False,

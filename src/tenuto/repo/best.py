@@ -143,7 +143,7 @@ def measured(repo: Repo, run: str) -> list[Measured]:
             if manifest is not None:
                 noted = notes(repo, id, report=ignore)
                 suspect = verification_of(noted) == "suspect"
-                found.append(Measured(id, with_notes(manifest.metrics, noted), suspect, _modes(manifest)))
+                found.append(Measured(id, with_notes(manifest.metrics, noted), suspect, modes_of(manifest)))
     return found
 
 
@@ -161,7 +161,8 @@ def _outline(repo: Repo, id: CheckpointId) -> Manifest | None:
     return None if isinstance(found, Aborted) else found
 
 
-def _modes(manifest: Manifest) -> dict[str, Mode]:
+def modes_of(manifest: Manifest) -> dict[str, Mode]:
+    """Returns in which direction the policies of a checkpoint's training say that metrics improve."""
     recorded = manifest.certificate.get(MODES)
     pairs = recorded.items() if isinstance(recorded, Mapping) else ()
     return {name: mode for name, mode in pairs if mode in ("min", "max")}

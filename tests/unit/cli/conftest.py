@@ -2,11 +2,13 @@
 
 import re
 import shutil
+import time
 
 import numpy as np
 import pytest
 
 from tenuto.cli import main
+from tenuto.cli.views import ages
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.model.ids import CheckpointId
@@ -66,10 +68,13 @@ def place(made, tmp_path):
 
 @pytest.fixture
 def cli(capsys, monkeypatch):
-    """Runs a command at 80 columns without colour; returns status, stdout, stderr, with what differs from run to run
-    taken out."""
+    """Runs a command at 80 columns without colour, five hours later; returns status, stdout, stderr, with
+    what differs from run to run taken out."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("TENUTO_WHERE", raising=False)
+    later = time.time() + 5 * 3600
+    monkeypatch.setattr(ages, "clock", lambda: later)
 
     def run(*words):
         with pytest.raises(SystemExit) as caught:

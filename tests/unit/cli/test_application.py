@@ -1,9 +1,12 @@
+import importlib
+import inspect
 import io
 import json
 import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,7 @@ from tenuto.cli.console import help_text, output
 from tenuto.cli.console.output import agreed
 from tenuto.errors import NotARepository, UsageError
 
+ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-c", "from tenuto.cli import main; main()"]
 
 
@@ -27,24 +31,47 @@ def test_every_error_has_a_documented_exit_status():
     assert {kind.exit_code for kind in tree(errors.TenutoError)} <= help_text.EXIT_CODES.keys()
 
 
-def test_help_names_every_command_and_every_exit_status(cli):
+def test_help_names_every_command_and_where_the_rest_is(cli):
     status, out, err = cli("--help")
     assert (status, err) == (0, "")
+    lines = out.splitlines()
     for name in application.COMMANDS:
-        assert f"\n  {name} " in out
+        assert sum(f" {name} " in line for line in lines) >= 1
+    for group in help_text.GROUPS:
+        assert sum(line.startswith(f"  {group} ") for line in lines) == 1
+    assert max(map(len, lines)) <= 80 and len(lines) <= 25
+    assert "docs/reference/command-line.md" in out and (ROOT / "docs/reference/command-line.md").exists()
+
+
+def test_the_reference_has_every_exit_status():
+    page = (ROOT / "docs/reference/command-line.md").read_text()
     for code, meaning in help_text.EXIT_CODES.items():
-        assert f"  {code:>3}  {meaning}\n" in out
-    assert max(map(len, out.splitlines())) <= 80
-    assert "..." not in out.partition("Commands:")[2].partition("Examples:")[0], "cut off at 80 columns"
+        assert f"| {code} | {meaning} |\n" in page
 
 
 @pytest.mark.parametrize("name", application.COMMANDS)
-def test_every_command_has_examples_in_its_help(cli, name):
+def test_the_help_of_every_command_fits_a_small_terminal(cli, name):
     status, out, _ = cli(name, "--help")
+    lines = out.splitlines()
     assert status == 0
-    assert f"\n  Examples:\n    tenuto {name}" in out
+    assert f"\nExamples:\n  tenuto {name}" in out
     assert "--json" in out
-    assert max(len(row) for row in out.partition("Examples:")[0].splitlines()) <= 80
+    assert lines[-1].endswith("docs/reference/command-line.md")
+    assert max(map(len, lines)) <= 80 and len(lines) <= 25
+
+
+@pytest.mark.parametrize("name", application.COMMANDS)
+def test_the_reference_has_all_of_a_commands_help(name):
+    """What `--help` leaves out for want of room is there: each paragraph, option and example."""
+    page = (
+        (ROOT / "docs/reference/command-line.md").read_text().partition(f"## `tenuto {name}`")[2].partition("\n## ")[0]
+    )
+    command = importlib.import_module(f"tenuto.cli.commands.{name}")
+    for example in command.EXAMPLES.splitlines():
+        assert f"  {example}\n" in page
+    words = " ".join(page.split())
+    for paragraph in inspect.getdoc(getattr(command, name)).split("\n\n"):
+        assert " ".join(paragraph.split()) in words
 
 
 def test_version(cli):

@@ -19,15 +19,20 @@ def test_keep_shows_what_would_go_and_does_nothing(cli, made):
     assert cli("keep", made, "--run", "gpt", "--latest", "2", "--best", "1:loss", "--dry-run") == (
         0,
         """\
-  CHECKPOINT   VERDICT    FREES  REASON
-  gpt/a0002/7  kept              what latest means; newest of 2; """
-        """the best by loss (0.142857) of the line of training that goes on
-  gpt/a0002/5  kept              the last one verified; 2nd newest of 2
-  gpt/a0001/8  kept              the best by loss (0.125), on a line of training that was left behind
-  gpt/a0001/6  goes     198 KiB  not among the newest 2, on a line of training that was left behind; """
-        """not the best by loss (0.166667; the best is 0.125)
-  gpt/a0001/4  goes     198 KiB  not among the newest 2; not the best by loss (0.25; the best is 0.125)
-  gpt/a0001/2  goes     198 KiB  not among the newest 2; not the best by loss (0.5; the best is 0.125)
+run gpt: keep.latest(2) | keep.best(1, 'loss', mode='min')
+  CHECKPOINT  VERDICT    FREES  REASON
+  a0002/7     kept              what latest means; newest of 2; the best by loss
+                                (0.142857) of the line of training that goes on
+  a0002/5     kept              the last one verified; 2nd newest of 2
+  a0001/8     kept              the best by loss (0.125), on a line of training
+                                that was left behind
+  a0001/6     goes     198 KiB  not among the newest 2, on a line of training
+                                that was left behind; not the best by loss
+                                (0.166667; the best is 0.125)
+  a0001/4     goes     198 KiB  not among the newest 2; not the best by loss
+                                (0.25; the best is 0.125)
+  a0001/2     goes     198 KiB  not among the newest 2; not the best by loss
+                                (0.5; the best is 0.125)
 3 checkpoints of 6 would go, 594 KiB
 """,
         "",

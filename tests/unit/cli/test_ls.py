@@ -1,8 +1,14 @@
 import json
 import shutil
+import socket
+import subprocess
+import sys
 
 import numpy as np
+import pytest
 
+import tenuto
+from tenuto import every, keep
 from tenuto.cli.console.output import Columns
 from tenuto.repo import lineage
 from tenuto.repo.repository import Repo
@@ -16,18 +22,20 @@ def test_ls_whole(cli, made):
     assert cli("ls", made) == (
         0,
         """\
-run gpt
-  ATTEMPT  STEP     SIZE  STATE        METRICS
-  a0002       7  198 KiB  latest       late=0.25 loss=0.1429 +1
-  a0002       5  198 KiB  verified     loss=0.2 val_loss=0.5
-  a0001       8  198 KiB  left behind  loss=0.125 val_loss=0.5
-  a0001       6  198 KiB  left behind  loss=0.1667 val_loss=nan
-  a0001       4  198 KiB               loss=0.25 val_loss=0.5
-  a0001       2  198 KiB               loss=0.5 val_loss=0.5
+run gpt: 6 checkpoints, 1.17 MiB
+  ATTEMPT  STEP  AGE     SIZE  late    loss  val_loss  STATE
+  a0002       7  5 h  198 KiB  0.25  0.1429       0.5  latest
+  a0002       5  5 h  198 KiB           0.2       0.5  verified
+  a0001       8  5 h  198 KiB         0.125       0.5  left behind
+  a0001       6  5 h  198 KiB        0.1667       nan  left behind
+  a0001       4  5 h  198 KiB          0.25       0.5
+  a0001       2  5 h  198 KiB           0.5       0.5
 
-run small
-  ATTEMPT  STEP      SIZE  LEAVES  CREATED           STATE   METRICS
-  a0001       1  4.04 KiB       1  2030-01-02 03:04  latest  loss=1 val_loss=0.5
+run small: 1 checkpoint, 4.04 KiB
+  ATTEMPT  STEP  AGE      SIZE  CREATED           loss  val_loss  STATE
+  a0001       1  5 h  4.04 KiB  2030-01-02 03:04     1       0.5  latest
+
+2 runs, 7 checkpoints, 1.17 MiB
 """,
         "",
     )
@@ -37,8 +45,8 @@ def test_ls_in_a_wide_terminal_shows_all_columns(cli, made, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     _, out, _ = cli("ls", made, "--run", "GPT")
     first, row = out.splitlines()[1:3]
-    assert first == "  ATTEMPT  STEP     SIZE  LEAVES  CREATED           STATE        METRICS"
-    assert row == "  a0002       7  198 KiB       3  2030-01-02 03:04  latest       late=0.25 loss=0.1429 +1"
+    assert first == "  ATTEMPT  STEP  AGE     SIZE  CREATED           late    loss  val_loss  STATE"
+    assert row == "  a0002       7  5 h  198 KiB  2030-01-02 03:04  0.25  0.1429       0.5  latest"
 
 
 def test_ls_in_a_narrow_terminal_never_cuts_a_word(cli, made, monkeypatch):
@@ -57,15 +65,15 @@ def test_ls_shows_what_is_broken_as_broken(cli, place):
     assert (
         out
         == """\
-run gpt
-  ATTEMPT  STEP     SIZE  STATE         METRICS
-  a0002      15           a copy
-  a0002       7  198 KiB  latest        late=0.25 loss=0.1429 +1
-  a0002       5  198 KiB  verified      loss=0.2 val_loss=0.5
-  a0001       8  198 KiB  left behind   loss=0.125 val_loss=0.5
-  a0001       6           DAMAGED
-  a0001       4  198 KiB                loss=0.25 val_loss=0.5
-  a0001       2           not finished
+run gpt: 4 checkpoints, 792 KiB
+  ATTEMPT  STEP  AGE     SIZE  late    loss  val_loss  STATE
+  a0002      15                                        a copy
+  a0002       7  5 h  198 KiB  0.25  0.1429       0.5  latest
+  a0002       5  5 h  198 KiB           0.2       0.5  verified
+  a0001       8  5 h  198 KiB         0.125       0.5  left behind
+  a0001       6                                        DAMAGED
+  a0001       4  5 h  198 KiB          0.25       0.5
+  a0001       2                                        not finished
 """
     )
 
@@ -82,7 +90,7 @@ def test_ls_never_calls_a_copy_the_latest_even_if_it_was_damaged_before(cli, pla
     shutil.copytree(run / "a0002/step-00000005", run / "a0002/step-00000015")
     _, out, _ = cli("ls", place, "--run", "gpt")
     rows = [line.split() for line in out.splitlines()[2:5]]
-    assert (rows[0], rows[1][4], rows[2]) == (["a0002", "15", "a", "copy"], "latest", ["a0002", "5", "DAMAGED"])
+    assert (rows[0], rows[1][-1], rows[2]) == (["a0002", "15", "a", "copy"], "latest", ["a0002", "5", "DAMAGED"])
     found = json.loads(cli("ls", place, "--run", "gpt", "--json")[1])["runs"][0]
     assert found["latest"]["step"] == 7 and found["checkpoints"][0]["message"]
     assert cli("verify", place, "--run", "gpt", "--step", "15")[0] == 11
@@ -97,6 +105,9 @@ def test_ls_json(cli, made):
     gpt = found["runs"][0]
     assert gpt["attempts"] == [1, 2]
     assert gpt["latest"] == {"run": "gpt", "attempt": 2, "step": 7}
+    assert gpt["bytes"] == sum(row["bytes"] for row in gpt["checkpoints"])
+    assert (gpt["owner"], gpt["best"]) == (None, {})
+    assert 5 * 3600 <= gpt["checkpoints"][3].pop("age_s") < 6 * 3600
     assert gpt["checkpoints"][3] == {
         "attempt": 1,
         "step": 6,
@@ -110,6 +121,7 @@ def test_ls_json(cli, made):
         "metrics": {"loss": 1 / 6, "val_loss": "nan"},
         "notes": [],
         "tags": [],
+        "best": [],
         "message": None,
         "verdict": None,
         "goes": None,
@@ -168,7 +180,8 @@ def test_ls_json_is_complete_unless_a_limit_is_given(cli, made):
     assert (len(whole["checkpoints"]), whole["more"]) == (6, 0)
     page = json.loads(cli("ls", made, "--json", "--limit", "4")[1])["runs"][0]
     assert (page["checkpoints"], page["more"]) == (whole["checkpoints"][:4], 2)
-    assert {**page, "checkpoints": 0, "more": 0} == {**whole, "checkpoints": 0, "more": 0}
+    left_out = {"checkpoints": 0, "more": 0, "bytes": 0}
+    assert {**page, **left_out} == {**whole, **left_out}
 
 
 def test_a_page_is_the_beginning_of_everything_whatever_lies_there(cli, place):
@@ -208,14 +221,14 @@ def test_ls_shows_data_files_that_are_gone_or_cut_as_damaged_and_asks_no_more_fo
     assert (status, out) == (
         0,
         """\
-run gpt
-  ATTEMPT  STEP     SIZE  STATE            METRICS
-  a0002       7  198 KiB  latest, DAMAGED  late=0.25 loss=0.1429 +1
-  a0002       5  198 KiB  DAMAGED          loss=0.2 val_loss=0.5
-  a0001       8  198 KiB  DAMAGED          loss=0.125 val_loss=0.5
-  a0001       6  198 KiB  left behind      loss=0.1667 val_loss=nan
-  a0001       4  198 KiB                   loss=0.25 val_loss=0.5
-  a0001       2  198 KiB                   loss=0.5 val_loss=0.5
+run gpt: 3 checkpoints, 594 KiB
+  ATTEMPT  STEP  AGE     SIZE  late    loss  val_loss  STATE
+  a0002       7  5 h  198 KiB  0.25  0.1429       0.5  latest, DAMAGED
+  a0002       5  5 h  198 KiB           0.2       0.5  DAMAGED
+  a0001       8  5 h  198 KiB         0.125       0.5  DAMAGED
+  a0001       6  5 h  198 KiB        0.1667       nan  left behind
+  a0001       4  5 h  198 KiB          0.25       0.5
+  a0001       2  5 h  198 KiB           0.5       0.5
 """,
     )
     of_one = [prefix for prefix in walks if prefix.endswith("step-00000006")]
@@ -249,7 +262,7 @@ def test_ls_does_not_take_a_save_that_commits_meanwhile_for_damaged(cli, place, 
         return walk(self, prefix, **options)
 
     monkeypatch.setattr(LocalStore, "walk", walk_first)
-    assert cli("ls", place, "--run", "gpt")[1].splitlines()[2].split()[4] == "latest"
+    assert cli("ls", place, "--run", "gpt")[1].splitlines()[2].split()[-1] == "latest"
 
 
 def test_ls_beside_a_training_that_commits_and_frees_has_a_latest(cli, place, monkeypatch):
@@ -274,3 +287,45 @@ def test_ls_beside_a_training_that_commits_and_frees_has_a_latest(cli, place, mo
     found = json.loads(cli("ls", place, "--run", "small", "--json")[1])["runs"]
     assert went, "the interleaving was not forced"
     assert [run["latest"] for run in found] == [{"run": "small", "attempt": 2, "step": 2}]
+
+
+@pytest.mark.filterwarnings("ignore:tenuto. keep")
+def test_ls_marks_the_best_by_what_training_judges_by(cli, tmp_path):
+    """`max` and NaN too; of equals it is the newest. A page says that it has not looked further."""
+    place = tmp_path / "ckpts"
+    kept = keep.all() | keep.best(1, "loss") | keep.best(1, "accuracy", mode="max") | keep.best(1, "never")
+    logged = [(3.0, 0.5), (1.0, 0.9), (float("nan"), 0.2), (1.0, float("nan")), (2.0, 0.1)]
+    with tenuto.Checkpointer(place, {"w": np.zeros(3)}, save=every(steps=1), keep=kept) as ckpt:
+        for loss, accuracy in logged:
+            ckpt.step_done(loss=loss, accuracy=accuracy)
+    _, out, _ = cli("ls", place)
+    marked = {line.split()[1]: line.partition("best ")[2] for line in out.splitlines() if "best " in line}
+    assert marked == {"4": "loss", "2": "accuracy"}
+    found = json.loads(cli("ls", place, "--json")[1])["runs"][0]
+    assert {metric: id["step"] for metric, id in found["best"].items()} == {"loss": 4, "accuracy": 2}
+    assert [row["best"] for row in found["checkpoints"]] == [[], ["loss"], [], ["accuracy"], []]
+    _, out, _ = cli("ls", place, "-n", "1")
+    assert "best loss of these" in " ".join(out.split())
+
+
+def test_ls_says_which_process_trains_a_run_now(cli, place):
+    script = (
+        "import sys\nfrom tenuto.model.ids import CheckpointId\nfrom tenuto.repo.ownership.claim import claim\n"
+        "from tenuto.repo.repository import Repo\nfrom tenuto.store.registry import open_store\n"
+        f"held = claim(Repo.open(open_store({str(place)!r})), 'gpt', CheckpointId('gpt', 2, 7))\n"
+        "print('claimed', flush=True)\nsys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "claimed\n"
+        lines = cli("ls", place)[1].splitlines()
+        who = f"  training now: pid {process.pid} on {socket.gethostname()} ("
+        assert lines[1].startswith(who) and [line for line in lines if "training now" in line] == lines[1:2]
+        assert "since 2030-01-02 03:04 UTC (5 h ago)" in " ".join(" ".join(lines[1:3]).split())
+        owner = json.loads(cli("ls", place, "--json", "--run", "gpt")[1])["runs"][0]["owner"]
+        assert (owner["pid"], owner["alive"], owner["attempt"]) == (process.pid, True, 3)
+    finally:
+        process.kill()
+        process.communicate()
+    assert "training" not in cli("ls", place)[1]
+    assert json.loads(cli("ls", place, "--json", "--run", "gpt")[1])["runs"][0]["owner"] is None

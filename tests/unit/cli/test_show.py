@@ -1,6 +1,7 @@
 import json
 
 import numpy as np
+import pytest
 import torch
 
 import tenuto
@@ -15,22 +16,31 @@ def test_show_whole(cli, made):
     assert cli("show", made, "--run", "gpt") == (
         0,
         """\
-gpt/a0002/7  (latest)
-  lies in   /ckpts/runs/gpt/a0002/step-00000007
-  holds     198 KiB, 3 leaves in 1 pack
-  saved     2030-01-02T03:04:05Z, save id <32 digits>
-  content   <64 digits>
-  saved by  python 3.11
-  parent    gpt/a0001/4
-  progress  epoch 0, step 7
-  metrics   late 0.25, loss 0.142857, val_loss 0.5
+gpt/a0002/7  latest
+  resume   unknown: its certificate has no verdict
+  step     7 (epoch 0), after gpt/a0001/4
+  saved    2030-01-02 03:04 UTC (5 h ago)
+  metrics  late 0.25, loss 0.142857, val_loss 0.5
+  size     198 KiB in 3 tensors
+  lies in  /ckpts/runs/gpt/a0002/step-00000007
 
-certificate
-  reasons  shuffled by hand
-  covers   model
-           step and epoch
+  ENTRY      TENSORS      SIZE  HOLDS
+  model            2  66.0 KiB  float32, float64
+  optimizer        1   128 KiB  float64
+  name                          'gpt'
+  history                       [1.0, 2.0, nan]
+  empty                         {}
+""",
+        "more: tenuto show /ckpts --run gpt --leaves --certificate --private\n",
+    )
 
-state
+
+def test_show_leaves_has_every_tensor_and_value(cli, made):
+    _, out, _ = cli("show", made, "--run", "gpt", "--leaves")
+    assert (
+        out
+        == """\
+gpt/a0002/7
   model              2 leaves            66.0 KiB
     layers.0.weight  float32 [256, 64]   64.0 KiB
     layers.0.bias    float64 [256]       2.00 KiB
@@ -43,14 +53,64 @@ state
   name               'gpt'
   history            [1.0, 2.0, nan]
   empty              {}
-""",
-        "",
+"""
     )
+
+
+def test_show_certificate_has_what_saved_it_and_what_identifies_it(cli, made):
+    _, out, _ = cli("show", made, "--run", "gpt", "--certificate")
+    assert (
+        out
+        == """\
+gpt/a0002/7
+  reasons   shuffled by hand
+  covers    model
+            step and epoch
+  saved by  python 3.11
+  save id   <32 digits>
+  content   <64 digits>
+"""
+    )
+
+
+@pytest.mark.filterwarnings("ignore:tenuto. keep")
+def test_a_page_of_a_training_of_many_tensors_fits_a_small_terminal(cli, tmp_path):
+    """More than 200 tensors, more entries, metrics and tags than there is room for, and a certificate with much to
+    say."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(40)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    state |= {f"metric_{number:02}_of_the_evaluation_suite": torch.zeros(2) for number in range(12)}
+    place, run = tmp_path / "ckpts", "a-run-with-a-long-name-2030-01-02-seed-0"
+    kept = keep.latest(9) | keep.best(1, "val_loss") | keep.best(2, "accuracy/top-5/of-all", mode="max")
+    loader = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4, shuffle=True)
+    with tenuto.Checkpointer(place, state, run=run, save=every(steps=1), keep=kept) as ckpt:
+        for batch in loader:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            ckpt.step_done(**{f"metrics/{number}": number / 7 for number in range(30)})
+    for number in range(5):
+        assert cli("tag", place, f"release-candidate-{number}")[0] == 0
+    status, out, err = cli("show", place)
+    lines = [*out.splitlines(), *err.splitlines()]
+    assert status == 0 and len(lines) <= 25, out
+    # What cannot be broken: the place, and a line to copy.
+    assert [line for line in lines if len(line) > 80 and not line.startswith(("  lies in ", "more: "))] == []
+    words = " ".join(out.split())
+    assert "model 80 3.12 KiB float32" in words and "optimizer 240" in words
+    assert "not logged" in words and "and 22 more" in words and "tagged release-candidate-0" in words
+
+
+def test_show_in_colour_says_no_more_and_no_less(cli, made, monkeypatch):
+    plain = cli("show", made, "--run", "gpt")
+    monkeypatch.delenv("NO_COLOR")
+    assert cli("show", made, "--run", "gpt") == plain
 
 
 def test_show_depth_sums_up(cli, made):
     _, out, _ = cli("show", made, "--run", "gpt", "--depth", 1)
-    assert out.partition("state\n")[2].splitlines()[:2] == [
+    assert out.splitlines()[1:3] == [
         "  model      2 leaves   66.0 KiB",
         "  optimizer  1 leaf      128 KiB",
     ]
@@ -79,12 +139,12 @@ def test_show_takes_the_only_run_or_main_or_asks(cli, made, place):
     import shutil
 
     shutil.rmtree(place / "runs/gpt")
-    assert cli("show", place)[1].startswith("small/a0001/1  (latest)\n")
+    assert cli("show", place)[1].startswith("small/a0001/1  latest\n")
 
 
 def test_show_by_every_spelling(cli, made):
     for words in (["--run", "gpt", "--step", "5"], ["--step", "gpt/a0002/5"], ["--run", "gpt", "--step", "a0002/5"]):
-        assert cli("show", made, *words)[1].startswith("gpt/a0002/5\n")
+        assert cli("show", made, *words)[1].startswith("gpt/a0002/5  verified\n")
 
 
 def test_show_of_what_is_not_there_names_what_is_near(cli, made):
@@ -108,8 +168,8 @@ def test_show_gives_each_phrase_of_the_certificate_its_line(cli, tmp_path, monke
         ckpt.step_done()
     for width in (80, 120):
         monkeypatch.setenv("COLUMNS", str(width))
-        _, out, _ = cli("show", place)
-        told = out.partition("certificate\n")[2].partition("\n\nstate")[0].splitlines()
+        _, out, _ = cli("show", place, "--certificate")
+        told = out.splitlines()
         assert max(map(len, told)) <= min(width, 100)
         at = next(number for number, line in enumerate(told) if line.startswith("  covers "))
         assert [line[14:] for line in told[at : at + 3]] == ["n", "model", "step and epoch"]

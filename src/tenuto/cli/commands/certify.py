@@ -54,7 +54,7 @@ def certify(  # noqa: PLR0917 - options; nobody passes them by position
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Find out whether your own training script resumes exactly.
+    """Find out whether your own script resumes exactly.
 
     Runs the command for STEPS + MORE steps; runs it again, kills it with SIGKILL after a save at STEPS was committed;
     and runs it once more, which must resume and go on. Then every leaf, plain value, random generator and position in

@@ -44,7 +44,7 @@ def demo(  # noqa: PLR0917 - options; nobody passes them by position
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Train a small GPT, kill it again and again, and compare.
+    """Train a small GPT, kill it repeatedly, and compare.
 
     Trains on the sources of Python's own standard library, twice: once untouched, once killed with SIGKILL at random
     moments, during saves and between them, and started again: from memory, where that run keeps every step beside its

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = examples(
+    "tenuto export /data/checkpoints model.safetensors  # the model's weights",
     "tenuto export /data/checkpoints model.safetensors --step best:val_loss",
     "tenuto export /data/checkpoints ema.safetensors --entry ema",
     "tenuto export /data/checkpoints everything.pt --run gpt --step 500",

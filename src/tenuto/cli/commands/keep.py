@@ -132,14 +132,16 @@ def _freed(plan: RetentionPlan) -> int:
 
 
 def _print(plan: RetentionPlan) -> None:
+    from tenuto.model.ids import attempt_key
     from tenuto.units import count, size
 
     nbytes = dict(plan.bytes)
+    output.line(f"run {plan.run}: {plan.policy!r}")
     table = Columns(("CHECKPOINT", "VERDICT", "FREES", "REASON"), right=frozenset({"FREES"}))
     for verdict in plan.verdicts:
         freed = "" if verdict.keep else size(nbytes[verdict.id])
         table.add(
-            str(verdict.id),
+            f"{attempt_key(verdict.id.attempt)}/{verdict.id.step}",
             "kept" if verdict.keep else "goes",
             freed,
             verdict.reason,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,10 +10,12 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository
-from tenuto.cli.console.output import Columns
+from tenuto.cli.console.output import TOGETHER, Columns
+from tenuto.cli.console.where import VARIABLE, default_place
+from tenuto.cli.views.ages import age_s
 from tenuto.errors import UsageError, typed
 from tenuto.model.ids import attempt_key
-from tenuto.units import size
+from tenuto.units import age, count, size
 
 if TYPE_CHECKING:
     from tenuto.cli.views.run_listing import RunRows
@@ -25,7 +27,10 @@ EXAMPLES = examples(
     "tenuto ls --memory                 # what processes of this node keep, or left, in memory",
     "tenuto ls /data/checkpoints --json | jq '.runs[].latest.step'",
 )
-SHOWN_METRICS = 2
+SHOWN_METRICS = 4
+"""Metrics that get a column, where the terminal is wide enough; `show` has all."""
+LONGEST = 16
+"""Columns that the name of a metric may take."""
 PAGE = 20
 """How many checkpoints of each run are shown unless told otherwise."""
 
@@ -35,7 +40,7 @@ def ls(
         str | None,
         typer.Argument(
             metavar="WHERE",
-            help="The repository: a directory or a URL. With --memory it may be left out.",
+            help=f"The repository; else ${VARIABLE} or the current folder.",
             show_default=False,
         ),
     ] = None,
@@ -45,7 +50,7 @@ def ls(
         bool,
         typer.Option(
             "--memory",
-            help="The images in this node's memory instead, whose they are, and their age; as root, everybody's.",
+            help="The images in this node's memory instead; as root, everybody's.",
         ),
     ] = False,
     trash: Annotated[
@@ -59,7 +64,7 @@ def ls(
             "-n",
             metavar="N",
             min=1,
-            help=f"At most the N newest of each run. [default: {PAGE}; with --json all]",
+            help=f"The N newest of each run. [default: {PAGE}; with --json all]",
             show_default=False,
         ),
     ] = None,
@@ -69,16 +74,18 @@ def ls(
 ) -> None:
     """List runs and checkpoints, newest first.
 
-    Damaged, aborted, removed and copied ones are listed as such. "left behind" marks a checkpoint that does not lead to
-    the latest: training went back behind it. Times are those of the machine that saved, in UTC.
+    "best" is by the metrics that the training's policies go by. "left behind" marks a checkpoint that does not lead to
+    the latest: training went back behind it. Damaged, aborted, removed and copied ones are marked as such.
+
+    Says which process trains a run now. Times are those of the machine that saved, in UTC. --step takes what stands
+    under STEP, and ATTEMPT/STEP where several attempts have that step.
     """
     from tenuto.cli.views.run_listing import in_trash, listing
 
     if memory:
         _memory(where, run, as_json=json)
         return
-    if where is None:
-        raise UsageError("which repository?", hint="tenuto ls WHERE, or tenuto ls --memory")
+    where = where or default_place("; tenuto ls --memory needs none")
     repo = repository(where)
     if everything and limit is not None:
         raise UsageError("--all and --limit contradict each other", hint=typed("tenuto", "ls", where, "--all"))
@@ -98,6 +105,8 @@ def ls(
             rest = typed("tenuto", "ls", where, "--run", found.run, "--all")
             shown = found.latest is None or any(row.latest for row in found.rows)
             output.story(f"… and {found.more:,} more{'' if shown else f', latest is {found.latest}'}: {rest}")
+    if len(runs) > 1:
+        output.line(f"\n{_total(runs)}")
 
 
 def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:
@@ -123,39 +132,60 @@ def _json(found: RunRows) -> dict[str, object]:
         "run": found.run,
         "attempts": list(found.attempts),
         "latest": found.latest,
-        "checkpoints": [row.json() for row in found.rows],
+        "best": dict(found.best),
+        "owner": None if found.owner is None else found.owner.json(),
+        "bytes": found.bytes,
+        "checkpoints": [row.json(found.best_of(row)) for row in found.rows],
         "more": found.more,
     }
 
 
-def _print(found: RunRows) -> None:
+def _total(runs: Sequence[RunRows]) -> str:
+    checkpoints, more = sum(found.checkpoints for found in runs), sum(found.more for found in runs)
+    taken = f"{size(sum(found.bytes for found in runs))}{' of those shown' if more else ''}"
+    return f"{count(len(runs), 'run')}, {count(checkpoints + more, 'checkpoint')}, {taken}"
+
+
+def _heading(found: RunRows) -> str:
     if not found.rows:
-        claimed = f"attempt {found.attempts[-1]} was begun" if found.attempts else "nothing was begun"
-        output.line(f"run {found.run}: no checkpoint yet; {claimed}")
+        return f"run {found.run}: no checkpoint yet"
+    checkpoints = count(found.checkpoints + found.more, "checkpoint")
+    shown = f", the newest {len(found.rows):,} take {size(found.bytes)}" if found.more else f", {size(found.bytes)}"
+    return f"run {found.run}: {checkpoints}{shown}"
+
+
+def _print(found: RunRows) -> None:
+    begun = f"; attempt {found.attempts[-1]} was begun" if not found.rows and found.attempts else ""
+    output.line(_heading(found) + begun)
+    if found.owner is not None:
+        output.line(output.rows([("", str(found.owner))], indent=""))
+    if not found.rows:
         return
-    output.line(f"run {found.run}")
+    names = _metrics(found)
+    titles = [output.clipped(output.clean(name), LONGEST) for name in names]
     table = Columns(
-        ("ATTEMPT", "STEP", "SIZE", "LEAVES", "RANKS", "CREATED", "STATE", "METRICS"),
-        right=frozenset({"STEP", "SIZE", "LEAVES", "RANKS"}),
-        dispensable=("LEAVES", "RANKS", "CREATED", "METRICS", "SIZE"),
+        ("ATTEMPT", "STEP", "AGE", "SIZE", "RANKS", "CREATED", *titles, "STATE"),
+        right=frozenset({"STEP", "AGE", "SIZE", "RANKS", *titles}),
+        dispensable=("RANKS", "CREATED", *reversed(titles[1:]), "SIZE", *titles[:1], "AGE"),
     )
     for row in found.rows:
+        seconds = age_s(row.created)
         table.add(
             attempt_key(row.id.attempt),
             str(row.id.step),
+            age(seconds) if seconds is not None else "",
             size(row.bytes) if row.bytes is not None else "",
-            f"{row.leaves:,}" if row.leaves is not None else "",
             f"{row.ranks:,}" if row.ranks is not None and row.ranks > 1 else "",
             row.created[:16].replace("T", " "),
-            ", ".join(row.marks()),
-            metrics(row.metrics),
+            *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in names),
+            ", ".join(mark.replace(" ", TOGETHER) for mark in row.marks(found.best_of(row), of_these=found.more > 0)),
             style="damaged" if row.state == "damaged" else "" if row.state == "committed" else "gone",
         )
     table.print()
 
 
-def metrics(found: Mapping[str, float]) -> str:
-    """Formats the first few metrics in the order of their names; `show` has all."""
-    shown = [f"{name}={value:.4g}" for name, value in sorted(found.items())[:SHOWN_METRICS]]
-    more = len(found) - len(shown)
-    return " ".join([*shown, *([f"+{more}"] if more > 0 else [])])
+def _metrics(found: RunRows) -> list[str]:
+    """Returns the metrics to show: those that training's policies go by first, then in the order of their names."""
+    there = {name for row in found.rows for name in row.metrics}
+    judged = {name for row in found.rows for name in row.modes} & there
+    return [*sorted(judged), *sorted(there - judged)][:SHOWN_METRICS]

@@ -40,7 +40,7 @@ def memory(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Give back the memory that images of dead processes take.
+    """Free the memory that images of dead processes take.
 
     They lie in this node's shared memory, where memory= put them. What is in no store is lost with them: `tenuto
     flush WHERE` writes it first. Images of running processes stay, and those of other users, for root too; they are

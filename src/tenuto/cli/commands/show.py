@@ -1,9 +1,9 @@
-"""`tenuto show`: shows a checkpoint's content, origin and certificate, or one path of it."""
+"""`tenuto show`: shows a page about a checkpoint, all of its content, its certificate, or one path of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,17 +15,17 @@ from tenuto.errors import UsageError, typed
 
 if TYPE_CHECKING:
     from tenuto.cli.views.shards import Contents
+    from tenuto.model.ids import CheckpointId
     from tenuto.model.leaf import LeafSpec
     from tenuto.model.records import Index, Manifest, Note
     from tenuto.repo.repository import Repo
 
 
 EXAMPLES = examples(
-    "tenuto show /data/checkpoints",
     "tenuto show /data/checkpoints --run gpt --step 500",
-    "tenuto show /data/checkpoints --depth 1           # sums only",
-    "tenuto show /data/checkpoints model/head.weight   # its first values, statistics, and parts",
-    "tenuto show /data/checkpoints --timing            # how long saves held training, how fast they were written",
+    "tenuto show /data/checkpoints model/head.weight   # its values",
+    "tenuto show /data/checkpoints --leaves --depth 2  # sums below two levels",
+    "tenuto show /data/checkpoints --timing            # what saves have cost",
 )
 CERTIFICATE = (
     *("verdict", "proof", "reasons", "unknown", "caveats", "at_other_ranks", "covers", "leaves_out"),
@@ -49,46 +49,42 @@ def show(
     *,
     run: options.Run = None,
     step: options.Step = "latest",
+    leaves: Annotated[bool, typer.Option("--leaves", help="Every tensor and value of the state.")] = False,
     depth: Annotated[
-        int | None, typer.Option("--depth", min=1, metavar="N", help="Sum up what lies deeper than N levels.")
+        int | None, typer.Option("--depth", min=1, metavar="N", help="The same, summed up below N levels.")
     ] = None,
+    certificate: Annotated[
+        bool, typer.Option("--certificate", help="What a resume covers and what not; what has saved it.")
+    ] = False,
+    private: Annotated[bool, typer.Option("--private", help="What each rank has saved, and has of its own.")] = False,
     rank: Annotated[
         int | None,
-        typer.Option(
-            "--rank", min=0, metavar="N", help="With PATH: whose #private values, of several ranks.", show_default=False
-        ),
+        typer.Option("--rank", min=0, metavar="N", help="With PATH: whose #private values.", show_default=False),
     ] = None,
     timing: Annotated[
-        bool,
-        typer.Option("--timing", help="Where the time of the run's saves went, oldest first; with --step of that one."),
+        bool, typer.Option("--timing", help="Where the time of the run's saves, or of this STEP, went.")
     ] = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show what a checkpoint holds, and what a resume from it covers.
+    """Show what a checkpoint holds and what a resume covers.
+
+    A page: whether a resume is exact, the step, metrics, sizes, and what is unusual.
 
     With PATH: that leaf's element type, shape, first values and statistics, for which the whole leaf is read and
     verified, and which ranks have saved which parts of it; or that plain value; or the entries below it.
     """
     from tenuto.cli.views.run_listing import notes_of
-    from tenuto.cli.views.shards import contents, print_ranks, spread
-    from tenuto.cli.views.state_tree import columns, lines
-    from tenuto.repo.lineage import latest
+    from tenuto.cli.views.shards import contents
 
+    _check(where, path, rank, timing, sections=leaves or certificate or private or depth is not None, depth=depth)
     repo = repository(where)
     id = checkpoint(repo, run, step)
     if timing:
         from tenuto.cli.views.save_timing import show_timing
 
-        if path is not None or depth is not None:
-            raise UsageError(
-                "--timing speaks of whole saves: it goes with neither PATH nor --depth",
-                hint=typed("tenuto", "show", where, "--timing"),
-            )
         show_timing(repo, id.run, id if step != "latest" else None, json=json)
         return
-    if rank is not None and path is None:
-        raise UsageError("--rank goes with a PATH", hint=typed("tenuto", "show", where, "#private", "--rank", rank))
     if path is not None:
         from tenuto.cli.views.leaf_view import show_path
 
@@ -97,24 +93,81 @@ def show(
     manifest = repo.manifest(id)
     loaded = contents(repo, manifest)
     notes = notes_of(repo, id)
-    is_latest = latest(repo, id.run) == id
     if json:
-        output.document("show", _json(repo, manifest, loaded, notes, is_latest))
+        output.document("show", _json(repo, manifest, loaded, notes))
         return
-    output.line(f"{id}{'  (latest)' if is_latest else ''}")
-    output.line(output.rows(list(_about(repo, manifest, loaded, notes))))
-    if manifest.certificate:
-        output.line("\ncertificate")
-        output.line(output.rows(_certificate(manifest)))
-    if manifest.boxes is not None:
-        print_ranks(loaded)
-    output.line("\nstate")
+    if not (leaves or certificate or private or depth is not None):
+        _page(repo, where, manifest, loaded, notes)
+        return
+    output.line(str(id))
+    if certificate:
+        output.line(output.rows([*_certificate(manifest), *_origin(manifest)]))
+    if leaves or depth is not None:
+        _leaves(manifest, loaded, depth)
+    if private:
+        _private(where, manifest, loaded)
+
+
+def _check(where: str, path: str | None, rank: int | None, timing: bool, *, sections: bool, depth: int | None) -> None:
+    """Raises UsageError for options that do not go together."""
+    if timing and (path is not None or sections):
+        raise UsageError(
+            "--timing is about whole saves: it goes with neither PATH nor what else of a checkpoint is shown",
+            hint=typed("tenuto", "show", where, "--timing"),
+        )
+    if path is not None and sections and depth is None:
+        raise UsageError(
+            "--leaves, --certificate and --private are about the whole checkpoint, not a PATH",
+            subject=path,
+            hint=typed("tenuto", "show", where, path),
+        )
+    if rank is not None and path is None:
+        raise UsageError("--rank goes with a PATH", hint=typed("tenuto", "show", where, "#private", "--rank", rank))
+
+
+def _page(repo: Repo, where: str, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> None:
+    from tenuto.cli.views.checkpoint_page import Page, verdict_of
+    from tenuto.repo.notes import with_notes
+
+    metrics = with_notes(manifest.metrics, notes)
+    place = f"{repo.url.rstrip('/')}/{manifest.id.directory}"
+    unusual = [*_unusual(repo, manifest, loaded, metrics)]
+    marks = _marks(repo, manifest.id, notes)
+    page = Page(manifest, loaded, place, marks, *verdict_of(manifest.certificate), metrics, unusual)
+    for text in page.lines():
+        output.line(text, cleaned=True)
+    output.story(f"more: {typed('tenuto', 'show', where, '--run', manifest.id.run)} --leaves --certificate --private")
+
+
+def _marks(repo: Repo, id: CheckpointId, notes: Sequence[Note]) -> list[str]:
+    """Returns the marks that `tenuto ls` gives it, but for what takes a look at the others."""
+    from tenuto.cli.views.run_listing import RunRow, tags_of
+    from tenuto.repo.lineage import latest, stretches
+
+    on_walk = any(stretch.covers(id) for stretch in stretches(repo, id.run, known={id}))
+    tags = tags_of(repo).get(id, ())
+    row = RunRow(id, "committed", latest(repo, id.run) == id, on_walk, notes=tuple(notes), tags=tags)
+    return row.marks()
+
+
+def _leaves(manifest: Manifest, loaded: Contents, depth: int | None) -> None:
+    from tenuto.cli.views.shards import spread
+    from tenuto.cli.views.state_tree import columns, lines
+
     for text in columns(lines(manifest.tree, loaded.shared, depth=depth), spread(loaded.parts)):
         output.line(text)
+
+
+def _private(where: str, manifest: Manifest, loaded: Contents) -> None:
+    from tenuto.cli.views.shards import print_ranks
+    from tenuto.cli.views.state_tree import columns, lines
+
+    if manifest.boxes is not None:
+        print_ranks(loaded)
     own = [index for index in loaded.indexes if index.private is not None]
     for index in own[:SHOWN_RANKS]:
         output.line(f"\nof rank {index.rank}")
-        for text in columns(lines(index.private, loaded.private(index), depth=depth)):
+        for text in columns(lines(index.private, loaded.private(index))):
             output.line(text)
     if len(own) > SHOWN_RANKS:
         output.line(f"\nof {len(own) - SHOWN_RANKS} more ranks: {typed('tenuto', 'show', where, '#private')} --rank N")
@@ -133,40 +186,29 @@ def _packs_by_place(repo: Repo, manifest: Manifest, loaded: Contents) -> dict[st
     return dict(found)
 
 
-def _about(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:
-    from tenuto.repo.notes import with_notes
-    from tenuto.units import count, size
-
-    packs = count(sum(len(index.packs) for index in loaded.indexes), "pack")
-    if len(loaded.indexes) > 1:
-        packs += f" of {len(loaded.indexes)} ranks"
-    yield "lies in", f"{repo.url.rstrip('/')}/{manifest.id.directory}"
+def _unusual(
+    repo: Repo, manifest: Manifest, loaded: Contents, metrics: Mapping[str, float]
+) -> Iterator[tuple[str, str]]:
+    """Yields rows for what most checkpoints have not."""
     of = sum(len(index.packs) for index in loaded.indexes)
     for url, many in (_packs_by_place(repo, manifest, loaded) or {}).items():
         yield "packs in", f"{url or 'no place that is found from here'}: {many} of {of}"
-    yield "holds", f"{size(manifest.bytes)}, {count(manifest.leaves, 'leaf')} in {packs}"
-    yield "saved", f"{manifest.created or 'at an unknown time'}, save id {manifest.save_id}"
-    yield "content", manifest.content
+    for name, by in _unlogged(manifest, metrics).items():
+        yield "not logged", f"{name}, which {by} goes by"
+
+
+def _origin(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yields what saved the checkpoint, and what identifies it."""
     saved_by = {name: value for name, value in manifest.environment.items() if name != "timing"}
     if saved_by:
         yield "saved by", _joined(saved_by)
-    yield "parent", str(manifest.parent) if manifest.parent else "none: begun from nothing"
-    if manifest.progress:
-        counts = {name: value for name, value in manifest.progress.items() if name not in ("data", "alike")}
-        yield "progress", ", ".join(f"{name} {_short(value)}" for name, value in counts.items())
     cursor, alike = (manifest.progress.get(name) for name in ("data", "alike"))
     if isinstance(cursor, Mapping):
         yield "data", f"{cursor.get('used')} of {cursor.get('samples')} samples of epoch {cursor.get('epoch')} are used"
     if alike:
         yield "random", f"alike on all ranks: {_joined(alike)}"
-    metrics = with_notes(manifest.metrics, notes)
-    if metrics:
-        yield "metrics", ", ".join(f"{name} {value:.6g}" for name, value in sorted(metrics.items()))
-    for name, by in _unlogged(manifest, metrics).items():
-        yield "not logged", f"{name}, which {by} goes by"
-    kinds = [note.kind for note in notes if note.kind != "metric"]
-    if kinds:
-        yield "noted", ", ".join(kinds)
+    yield "save id", manifest.save_id
+    yield "content", manifest.content
 
 
 def _unlogged(manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, str]:
@@ -203,19 +245,25 @@ def _short(value: Any) -> str:
     return value if isinstance(value, str) else "none" if value is None else str(output.jsonable(value))
 
 
-def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...], is_latest: bool) -> dict[str, Any]:
+def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> dict[str, Any]:
+    from tenuto.cli.views.ages import age_s
+    from tenuto.cli.views.run_listing import tags_of
     from tenuto.cli.views.shards import parts_json
     from tenuto.cli.views.state_tree import lines, values
+    from tenuto.repo.lineage import latest
     from tenuto.repo.notes import with_notes
 
     metrics = with_notes(manifest.metrics, notes)
+    seconds = age_s(manifest.created)
     several = manifest.boxes is not None
     return {
         "where": repo.url,
         "checkpoint": manifest.id,
-        "latest": is_latest,
+        "latest": latest(repo, manifest.id.run) == manifest.id,
+        "tags": list(tags_of(repo).get(manifest.id, ())),
         "save_id": manifest.save_id,
         "created": manifest.created or None,
+        "age_s": None if seconds is None else round(seconds, 3),
         "content": manifest.content,
         "bytes": manifest.bytes,
         "parent": manifest.parent,

@@ -28,7 +28,7 @@ def tag(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Give a checkpoint a name, by which it is found and kept.
+    """Give a checkpoint a name, which also keeps it.
 
     It is kept as long as it has a tag, and a tag is taken wherever a step is expected. A tag that is on another
     checkpoint moves. Tags are the repository's, not a run's.

@@ -133,9 +133,12 @@ def _words(finding: Finding) -> str:
     place = finding.object or ""
     if finding.offset is not None:
         place += f" at byte {finding.offset}"
-    text = f"{head}  {output.clean(f'{subject or place}: {finding.message}')}"
-    more = subject and place and place not in finding.message
-    return f"{text}\n         in {output.clean(place)}" if more else text
+    indent = " " * len("DAMAGED  ")
+    about = f"{subject or place}: " if subject or place else ""
+    lines = output.wrap(output.clean(f"{about}{finding.message}"), output.width() - len(indent))
+    if subject and place and place not in finding.message:
+        lines.append(f"in {output.clean(place)}")
+    return f"{head}  " + f"\n{indent}".join(lines)
 
 
 def _hint(repo: Repo, report: VerifyReport) -> None:

@@ -1,10 +1,18 @@
-"""Formats the help of commands, the same with every version of typer: usage, options, examples, exit statuses."""
+"""Formats the help of commands, the same with every version of typer.
+
+`--help` fits a small terminal: what does not is in the reference, which has all of it.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+from tenuto.cli.console.output import padded, wrap
+from tenuto.cli.console.where import VARIABLE, with_place
 
 EXIT_CODES: Final[dict[int, str]] = {
     0: "done; for verify: everything read is whole",
@@ -30,34 +38,118 @@ EXIT_CODES: Final[dict[int, str]] = {
 }
 
 
-def exit_status_table() -> str:
-    r"""Formats the statuses as an epilog; the \b mark keeps click from joining the lines."""
-    lines = [f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()]
-    return "\b\nExit status:\n" + "\n".join(lines)
+GROUPS: Final[Mapping[str, Sequence[str]]] = {
+    "look": ("ls", "show", "verify"),
+    "take out": ("export",),
+    "keep": ("tag", "keep", "rm", "undelete", "gc", "replicate"),
+    "memory": ("flush", "memory"),
+    "try": ("certify", "bench", "demo"),
+}
+"""The commands, as `tenuto --help` groups them."""
+
+LINES: Final = 25
+"""The most lines of a help text, at 80 columns."""
+REFERENCE: Final = "docs/reference/command-line.md"
+COMMON: Final = ("--json", "--debug", "--help")
+"""The options that every command has: one line for all of them."""
+_WIDEST: Final = 24
+"""Columns for the names of options, at most; what a longer one does stands below it."""
 
 
 def examples(*lines: str) -> str:
     """Formats examples as an epilog."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+    return "\n".join(lines)
 
 
 class PlainCommand(TyperCommand):
-    """Shows arguments and options by their names in the usage line, defaults in words, no types."""
+    """Shows arguments and options by their names, defaults in words, no types. WHERE may be left out."""
 
-    def format_usage(self, ctx: Any, formatter: Any) -> None:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return list(super().parse_args(ctx, with_place(self, ctx, args)))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes at most LINES lines: as many paragraphs and examples as there is room for, and no example that
+        would break."""
+        first, *more = self._paragraphs(formatter.width)
+        options = self._options(ctx, formatter.width)
+        shown = [f"  {text}" for text in (self.epilog or "").splitlines() if len(text) + 2 <= formatter.width]
+
+        def whole() -> list[str]:
+            text = [[self._usage(ctx)], first, *more, options, ["Examples:", *shown], [f"All of it: {REFERENCE}"]]
+            return [line for block in text for line in (*block, "")][:-1]
+
+        while len(whole()) > LINES and len(shown) > 2:
+            shown.pop()
+        while len(whole()) > LINES and more:
+            more.pop()
+        while len(whole()) > LINES and len(shown) > 1:
+            shown.pop()
+        formatter.write("\n".join(whole()) + "\n")
+
+    def complete_help(self, ctx: Any, width: int) -> str:
+        """Returns all there is to say of it, as the reference has it."""
+        blocks = [[self._usage(ctx)], *self._paragraphs(width), self._options(ctx, width)]
+        blocks.append(["Examples:", *(f"  {text}" for text in (self.epilog or "").splitlines())])
+        return "\n\n".join("\n".join(block) for block in blocks)
+
+    def _usage(self, ctx: Any) -> str:
         places = [_place(param) for param in self.get_params(ctx) if _is_argument(param)]
         # Options come first if the last argument takes everything after it.
         words = ["[OPTIONS]", *places] if any("--" in place for place in places) else [*places, "[OPTIONS]"]
-        formatter.write_usage(ctx.command_path, " ".join(words))
+        return f"Usage: {ctx.command_path} {' '.join(words)}"
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def _paragraphs(self, width: int) -> list[list[str]]:
+        text = inspect.cleandoc(self.help or "")
+        return [
+            [f"  {line}" for line in wrap(" ".join(paragraph.split()), width - 2)] for paragraph in text.split("\n\n")
+        ]
+
+    def _options(self, ctx: Any, width: int) -> list[str]:
         params: list[Any] = list(self.get_params(ctx))
-        arguments = [(_place(param), param.help or "") for param in params if _is_argument(param)]
-        options = [(_spelling(param), _explained(param)) for param in params if not _is_argument(param)]
-        for title, rows in (("Arguments", arguments), ("Options", options)):
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+        arguments = [(_place(param), _explained(param)) for param in params if _is_argument(param)]
+        own = [param for param in params if not _is_argument(param) and not set(param.opts) & set(COMMON)]
+        options = [(_spelling(param), _explained(param)) for param in own]
+        common = ("--json, --debug", "One JSON document on stdout; an error's origin.")
+        rows = [*arguments, *options, common]
+        wide = min(max(len(name) for name, _ in rows), _WIDEST)
+        return [line for name, text in rows for line in _row(name, text, wide, width)]
+
+
+class PlainGroup(TyperGroup):
+    """Shows the commands in groups, a line for each."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        wide = max(map(len, GROUPS)) + 2
+        lines = [f"Usage: {ctx.command_path} COMMAND [WHERE] [OPTIONS]", "", *self._commands(wide, formatter.width), ""]
+        notes = (
+            ("WHERE", f"A directory or a URL; else ${VARIABLE} or the current folder."),
+            ("OPTIONS", f"{ctx.command_path} COMMAND --help; {ctx.command_path} --version"),
+            ("MORE", f"{REFERENCE}: every option, exit statuses, JSON"),
+        )
+        lines += [line for name, text in notes for line in _row(name, text, wide - 2, formatter.width)]
+        formatter.write("\n".join(lines) + "\n")
+
+    def _commands(self, wide: int, width: int) -> Iterator[str]:
+        longest = max(map(len, self.commands), default=0)
+        for group, names in GROUPS.items():
+            title = group
+            for name in names:
+                if name in self.commands:
+                    summary = inspect.cleandoc(self.commands[name].help or "").partition("\n")[0]
+                    for line in _row(name, summary, longest, width - wide):
+                        yield f"  {padded(title, wide)}{line.removeprefix('  ')}"
+                        title = ""
+
+
+def _row(name: str, text: str, wide: int, width: int) -> Iterator[str]:
+    """Yields a name, and beside it what it means."""
+    lines = wrap(text, width - wide - 4)
+    if len(name) > wide:
+        yield f"  {name}"
+        name = ""
+    for line in lines:
+        yield f"  {padded(name, wide)}  {line}".rstrip()
+        name = ""
 
 
 def _is_argument(param: Any) -> bool:
@@ -65,7 +157,8 @@ def _is_argument(param: Any) -> bool:
 
 
 def _place(param: Any) -> str:
-    return str(param.metavar or param.name.upper())
+    name = str(param.metavar or param.name.upper())
+    return "[WHERE]" if name == "WHERE" else name
 
 
 def _spelling(param: Any) -> str:
@@ -75,11 +168,8 @@ def _spelling(param: Any) -> str:
 
 
 def _explained(param: Any) -> str:
+    text = param.help or ""
     default = param.default
-    if param.is_flag or callable(default) or default in (None, "", (), []):
-        return param.help or ""
-    return (
-        f"{param.help or ''}  [default: {default:g}]"
-        if isinstance(default, float)
-        else f"{param.help or ''}  [default: {default}]"
-    )
+    if _is_argument(param) or param.is_flag or callable(default) or default in (None, "", (), []):
+        return text
+    return f"{text}  [default: {default:g}]" if isinstance(default, float) else f"{text}  [default: {default}]"

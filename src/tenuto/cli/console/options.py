@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tenuto.cli.console import output
+from tenuto.cli.console.where import VARIABLE
 from tenuto.errors import UsageError, typed
 
 if TYPE_CHECKING:
@@ -16,11 +17,16 @@ if TYPE_CHECKING:
 
 
 Where = Annotated[
-    str, typer.Argument(metavar="WHERE", help="The repository: a directory or a URL.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="WHERE",
+        help=f"The repository; else ${VARIABLE} or the current folder.",
+        show_default=False,
+    ),
 ]
 Run = Annotated[
     str | None,
-    typer.Option("--run", metavar="RUN", help="The run. Not needed where there is only one, or one called main."),
+    typer.Option("--run", metavar="RUN", help="The run; else the only one, or the one called main."),
 ]
 OnlyRun = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.")]
 Step = Annotated[
@@ -44,7 +50,7 @@ Checkpoints = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and do nothing.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask. Needed where there is no terminal to ask on.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed without a terminal.")]
 
 
 def grace_seconds(hours: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -27,10 +28,15 @@ if TYPE_CHECKING:
 Style = Literal["", "damaged", "gone"]
 
 _STYLES: Final[Mapping[str, str]] = {"damaged": "\x1b[31m", "gone": "\x1b[2m"}
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 UNLIMITED = 100_000
 PAGE = 100
 """Maximum columns of running text."""
+COPIED = ("hint: ", "more: ", "… ")
+"""How lines begin that are there to be copied: they stay whole, however long."""
+NARROWEST = 24
+"""Columns that wrapped text gets, however narrow the terminal is."""
 
 
 def clean(text: str) -> str:
@@ -38,6 +44,11 @@ def clean(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if _is_shown(char) else _escaped(char) for char in text)
+
+
+def clipped(text: str, most: int) -> str:
+    """Returns the beginning of a long text, and a mark that there is more."""
+    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
 
 def clean_lines(text: str) -> str:
@@ -59,13 +70,42 @@ def padded(text: str, width: int) -> str:
 
 
 def line(text: str = "", *, cleaned: bool = False) -> None:
-    """Writes one or more lines of data. `cleaned`: the text has passed `clean` and contains our own colours."""
-    _write(sys.stdout, text if cleaned else clean_lines(text))
+    """Writes one or more lines of data; long ones wrap between words on a terminal. `cleaned`: the text has passed
+    `clean`, fits, and may contain our own colours."""
+    text = text if cleaned else clean_lines(text)
+    if not cleaned and sys.stdout.isatty():
+        text = "\n".join(_wrapped(row, width()) for row in text.split("\n"))
+    _write(sys.stdout, text)
 
 
 def story(text: str, *, cleaned: bool = False) -> None:
-    """Writes one or more lines for the person who waits."""
-    _write(sys.stderr, text if cleaned else clean_lines(text))
+    """Writes one or more lines for the person who waits; long ones wrap between words on a terminal."""
+    text = text if cleaned else clean_lines(text)
+    if sys.stderr.isatty():
+        room = shutil.get_terminal_size().columns
+        text = "\n".join(_wrapped(row, room) for row in text.split("\n"))
+    _write(sys.stderr, text)
+
+
+def _wrapped(row: str, room: int) -> str:
+    """Wraps a long line, further lines below its first word if that is such as `error:`."""
+    plain = _COLOUR.sub("", row)
+    if cells(plain) <= room or plain.startswith(COPIED):
+        return row
+    head, colon, rest = row.partition(": ")
+    if not colon or _COLOUR.sub("", head).rstrip(":") not in ("error", "warning", "note"):
+        head, rest = row[: len(row) - len(row.lstrip())], row.lstrip()
+        indent = f"{head}  "
+    else:
+        indent = " " * (cells(_COLOUR.sub("", head)) + 2)
+        head += ": "
+    first, *more = wrap(rest, room - len(indent))
+    return "\n".join([head + first, *(indent + part for part in more)])
+
+
+def wrap(text: str, room: int) -> list[str]:
+    """Splits `text` into lines of at most `room` columns, between words; a longer word stays whole."""
+    return textwrap.wrap(text, max(room, NARROWEST), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def styled(text: str, style: Style, stream: IO[str]) -> str:
@@ -124,10 +164,10 @@ def rows(pairs: Sequence[tuple[str, str]], indent: str = "  ") -> str:
     pairs = [(clean(name), clean(value)) for name, value in pairs]
     wide = max((cells(name) for name, _ in pairs), default=0)
     limit = width()
-    room = max((limit if limit == UNLIMITED else min(limit, PAGE)) - len(indent) - wide - 2, 24)
+    room = (limit if limit == UNLIMITED else min(limit, PAGE)) - len(indent) - wide - 2
     out = []
     for name, value in pairs:
-        parts = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
+        parts = wrap(value, room)
         out += [
             f"{indent}{padded(first, wide)}  {part}".rstrip()
             for first, part in zip([name, *[""] * (len(parts) - 1)], parts, strict=True)
@@ -148,13 +188,16 @@ def _escaped(char: str) -> str:
 
 
 GAP = "  "
+TOGETHER = "\u00a0"
+"""Stands for a space at which a column does not wrap."""
 
 
 @dataclass(slots=True)
 class Columns:
     """A table.
 
-    titles: one for each column; the last column takes the remaining width.
+    titles: one for each column. The last one that is shown takes the remaining width and, unless it is right-aligned,
+        wraps between words.
     right: titles of right-aligned columns.
     dispensable: titles of columns to drop, in this order, while a row is wider than the terminal.
     """
@@ -170,32 +213,50 @@ class Columns:
 
     def print(self, indent: str = GAP) -> None:
         """Writes to stdout, in colour if that is a terminal that permits it."""
-        shown = self._fitting(width() - len(indent))
-        wide = [self._width(place) for place in shown]
+        for text in self.lines(indent):
+            line(text, cleaned=True)
+
+    def lines(self, indent: str = GAP) -> list[str]:
+        """Returns the table's lines, for `line(…, cleaned=True)`."""
+        limit = width() - len(indent)
+        *first, last = self._fitting(limit)
+        before = sum(self._width(place) + len(GAP) for place in first)
+        out = []
         for texts, style in [(self.titles, ""), *self.rows]:
-            parts = [
-                " " * (width - cells(texts[place])) + texts[place]
-                if self.titles[place] in self.right
-                else padded(texts[place], width)
-                for place, width in zip(shown, wide, strict=True)
-            ]
-            text = GAP.join(parts).rstrip()
-            line(indent + styled(text, style, sys.stdout), cleaned=True)
+            lead = "".join(self._cell(texts[place], place) + GAP for place in first)
+            parts = wrap(texts[last], limit - before) if self._wraps(last) else [self._cell(texts[last], last)]
+            for number, part in enumerate(parts):
+                text = f"{' ' * before if number else lead}{part.replace(TOGETHER, ' ')}".rstrip()
+                out.append(indent + styled(text, style, sys.stdout))
+        return out
+
+    def shown(self) -> list[str]:
+        """Returns the titles of the columns that are shown."""
+        return [self.titles[place] for place in self._fitting(width() - len(GAP))]
+
+    def _cell(self, text: str, place: int) -> str:
+        width = self._width(place)
+        return " " * (width - cells(text)) + text if self.titles[place] in self.right else padded(text, width)
 
     def _fitting(self, width: int) -> list[int]:
         """Returns the positions of the columns to show: non-empty ones that fit."""
         shown = [place for place in range(len(self.titles)) if any(texts[place] for texts, _ in self.rows)]
         for title in self.dispensable:
-            if self._total(shown) <= width:
+            if self._least(shown) <= width:
                 break
             shown = [place for place in shown if self.titles[place] != title]
-        return shown
+        return shown or [0]
 
-    def _total(self, shown: Sequence[int]) -> int:
-        return sum(self._width(place) for place in shown) + len(GAP) * (len(shown) - 1)
+    def _least(self, shown: Sequence[int]) -> int:
+        """Returns the columns that these take at least: the last one can wrap."""
+        *first, last = (self._width(place) for place in shown)
+        return sum(first) + len(GAP) * len(first) + (min(last, NARROWEST) if self._wraps(shown[-1]) else last)
+
+    def _wraps(self, place: int) -> bool:
+        return self.titles[place] not in self.right
 
     def _width(self, place: int) -> int:
-        return max(len(self.titles[place]), *(cells(texts[place]) for texts, _ in self.rows))
+        return max(cells(self.titles[place]), *(cells(texts[place]) for texts, _ in self.rows), 0)
 
 
 def print_grace_of_trash(where: str) -> None:

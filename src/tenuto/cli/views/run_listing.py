@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from tenuto.errors import CorruptionError, RunNotFound, StoreError, did_you_mean, typed
+from tenuto.cli.views.ages import age_s, since
+from tenuto.errors import (
+    CheckpointNotFound,
+    CorruptionError,
+    MetricNotLogged,
+    RunNotFound,
+    StoreError,
+    did_you_mean,
+    typed,
+)
 from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
+from tenuto.repo.best import BestSelector, Measured, Mode, best_of, modes_of
+from tenuto.repo.notes import verification_of
 
 if TYPE_CHECKING:
     from tenuto.maintenance.census import SaveDirectory
-    from tenuto.model.records import Note
+    from tenuto.model.records import Note, Owner
     from tenuto.repo.repository import Repo
 
 
@@ -52,13 +63,21 @@ class RunRow:
     notes: tuple[Note, ...] = ()
     tags: tuple[str, ...] = ()
     message: str = ""
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+    """In which direction its training says that metrics improve."""
     verdict: Exactness | None = None
     """Whether a resume from it is exact, as its certificate says."""
     goes: str = ""
 
-    def marks(self) -> list[str]:
-        """Returns its marks, a few words each."""
+    @property
+    def suspect(self) -> bool:
+        return verification_of(self.notes) == "suspect"
+
+    def marks(self, best: Sequence[str] = (), *, of_these: bool = False) -> list[str]:
+        """Returns its marks, a few words each. `best`: the metrics by which it is the best; `of_these`: of those that
+        are shown, which are not all."""
         marks = ["latest"] if self.latest else []
+        marks += [f"best {metric}{' of these' if of_these else ''}" for metric in best]
         if STATES[self.state]:
             goes = f", kept until {self.goes[5:16].replace('T', ' ')}" if self.goes else ""
             marks.append(f"{STATES[self.state]}{goes}")
@@ -72,7 +91,8 @@ class RunRow:
         marks += [f"tagged {name}" for name in self.tags]
         return marks
 
-    def json(self) -> dict[str, Any]:
+    def json(self, best: Sequence[str]) -> dict[str, Any]:
+        seconds = age_s(self.created)
         return {
             "attempt": self.id.attempt,
             "step": self.id.step,
@@ -83,6 +103,8 @@ class RunRow:
             "leaves": self.leaves,
             "ranks": self.ranks,
             "created": self.created or None,
+            "age_s": None if seconds is None else round(seconds, 3),
+            "best": list(best),
             "metrics": dict(self.metrics),
             "notes": [{"kind": note.kind, **note.body} for note in self.notes],
             "tags": list(self.tags),
@@ -93,15 +115,60 @@ class RunRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RunOwner:
+    """The process that trains a run. `alive`: None where this machine cannot tell at once, as of another host's."""
+
+    attempt: int
+    owner: Owner | None
+    since: str
+    alive: bool | None
+
+    def __str__(self) -> str:
+        who = f"pid {self.owner.pid} on {self.owner.host} ({self.owner.user})" if self.owner else "an unknown process"
+        when = f"{who}, since {since(self.since)}"
+        return f"training now: {when}" if self.alive else f"perhaps training, on another machine: {when}"
+
+    def json(self) -> dict[str, Any]:
+        owner = self.owner
+        return {
+            "attempt": self.attempt,
+            "alive": self.alive,
+            "pid": owner.pid if owner else None,
+            "host": owner.host if owner else None,
+            "user": owner.user if owner else None,
+            "since": self.since or None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class RunRows:
     """One run: its rows, newest first (a higher attempt is newer), and all attempts, even those that saved nothing.
-    `latest`: what the run means, shown or not. `more`: how many older saves were left out."""
+
+    latest: what the run means, shown or not.
+    more: how many older saves were left out.
+    owner: the process that trains it, if one does.
+    best: of the rows, the best by each metric whose direction training has recorded.
+    """
 
     run: str
     attempts: tuple[int, ...]
     rows: tuple[RunRow, ...]
     latest: CheckpointId | None = None
     more: int = 0
+    owner: RunOwner | None = None
+    best: Mapping[str, CheckpointId] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> int:
+        return sum(row.state == "committed" for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the checkpoints among the rows."""
+        return sum(row.bytes or 0 for row in self.rows if row.state == "committed")
+
+    def best_of(self, row: RunRow) -> list[str]:
+        return [metric for metric, id in self.best.items() if id == row.id]
 
 
 def in_trash(runs: list[RunRows]) -> list[RunRows]:
@@ -132,10 +199,31 @@ def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> li
     tags, rows = tags_of(repo), []
     for run, found in sorted(runs.items()):
         newest = latest(repo, run)
-        rows.append(
-            RunRows(run, found.attempts, tuple(_rows(repo, run, found.saves, newest, tags)), newest, found.more)
-        )
+        listed = tuple(_rows(repo, run, found.saves, newest, tags))
+        owner, best = owner_of(repo, run), _best(run, listed)
+        rows.append(RunRows(run, found.attempts, listed, newest, found.more, owner, best))
     return rows
+
+
+def owner_of(repo: Repo, run: str) -> RunOwner | None:
+    """Returns the process that trains the run now; None if none does."""
+    from tenuto.repo.ownership.owner_watch import OwnerWatch
+
+    found = OwnerWatch(repo, run).inspect()
+    if found.verdict in ("free", "dead"):
+        return None
+    record, alive = found.record, None if found.verdict == "unknown" else True
+    return RunOwner(found.number, record.owner if record else None, record.created if record else "", alive)
+
+
+def _best(run: str, rows: Sequence[RunRow]) -> dict[str, CheckpointId]:
+    """Returns the best of `rows` by each metric whose direction is recorded; none where all of them are NaN."""
+    whole = [Measured(row.id, row.metrics, row.suspect, row.modes) for row in rows if row.state == "committed"]
+    found = {}
+    for metric in sorted({metric for one in whole for metric in one.modes}):
+        with contextlib.suppress(CheckpointNotFound, MetricNotLogged):
+            found[metric] = best_of(whole, BestSelector(metric), run)
+    return found
 
 
 @dataclass(slots=True)
@@ -214,6 +302,7 @@ def _rows(
             notes=notes,
             tags=tags.get(save.id, ()),
             message=cut or save.message,
+            modes=modes_of(manifest) if manifest else {},
             verdict=exactness(manifest.certificate) if manifest else None,
             goes=max((mark.goes for mark in valid_marks(repo, save)), default="") if save.state == "removed" else "",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.cli.console import output
 from tenuto.cli.console.output import Columns
@@ -19,6 +19,20 @@ if TYPE_CHECKING:
 
 KEY = "timing"
 """The key in the manifest's environment."""
+PAGE = 20
+"""How many checkpoints are shown; --json has all."""
+MEANING: Final[Mapping[str, str]] = {
+    "BLOCKED": "how long training stood still: WAITED, COPY, FENCE, and looking at the state",
+    "WAITED": "until the save before was written",
+    "COPY": "of the state into memory",
+    "FENCE": "updates that waited for a copy still being made",
+    "BACKGROUND": "copying while training went on",
+    "DIGEST": "digests, in the background",
+    "WRITE": "writing and flushing, in the background",
+    "SPEED": "SIZE in the time of WRITE",
+    "CPU": "processor time of what saves, in the background",
+}
+"""The columns of durations, and what they say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +70,12 @@ def show_timing(repo: Repo, run: str, only: CheckpointId | None, *, json: bool) 
             for step in sorted(repo.committed(run, attempt))
         ]
     )
-    rows = [row for id in ids if (row := _row(repo, id)) is not None]
+    saves = len(ids)
+    rows = [row for id in (ids if json else ids[-PAGE:]) if (row := _row(repo, id)) is not None]
     if json:
         output.document("timing", {"where": repo.url, "run": run, "checkpoints": [row.json() for row in rows]})
         return
-    output.line(f"run {run}")
+    output.line(f"run {run}" if saves <= PAGE else f"run {run}: the newest {PAGE} of {saves:,} checkpoints")
     _table(rows)
     last = rows[-1] if rows else None
     if last is not None and last.ranks is not None:
@@ -105,11 +120,11 @@ def _ranks_json(ranks: RankTimings) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[TimingRow]) -> None:
-    parts = ("HELD", "WAITED", "COPY", "FENCE", "BESIDE", "DIGEST", "WRITE")
+    parts = tuple(name for name in MEANING if name not in ("SPEED", "CPU"))
     table = Columns(
         ("ATTEMPT", "STEP", "SIZE", *parts, "SPEED", "CPU", "STATE"),
         right=frozenset({"STEP", "SIZE", *parts, "SPEED", "CPU"}),
-        dispensable=("CPU", "BESIDE", "DIGEST", "WAITED", "FENCE", "COPY", "SIZE"),
+        dispensable=("CPU", "BACKGROUND", "DIGEST", "WAITED", "FENCE", "COPY", "SIZE"),
     )
     for row in rows:
         timing = row.timing or Timing()
@@ -133,3 +148,6 @@ def _table(rows: Sequence[TimingRow]) -> None:
             style="damaged" if row.message else "",
         )
     table.print()
+    meanings = [(name, MEANING[name]) for name in table.shown() if name in MEANING]
+    if meanings:
+        output.line(f"\n{output.rows(meanings)}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.cli.console.output import cells, clean, padded
+from tenuto.cli.console.output import NARROWEST, cells, clean, clipped, padded, width
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
 from tenuto.state.tree import KEYED, LEAVES, NAMED, OWN, children, is_plain, items, kind_of, sequence
@@ -130,11 +130,19 @@ def _text(node: Json) -> str:
 def columns(found: Sequence[TreeLine], spread: Mapping[str, str] | None = None) -> list[str]:
     """Returns aligned lines: name, description, bytes; then the entry of `spread` for the path."""
     names = ["  " * line.depth + (clean(line.name) or "(the whole state)") for line in found]
-    wide = min(max(map(cells, names), default=0), 48)
     what = min(max((cells(clean(line.what)) for line in found if line.bytes is not None), default=0), 30)
+    beside = max(map(len, (spread or {}).values()), default=0)
+    room = max(width() - what - beside - len("          9.99 KiB  "), NARROWEST)
+    wide = min(max(map(cells, names), default=0), 48, room)
     out = []
     for name, line in zip(names, found, strict=True):
-        text = f"  {padded(name, wide)}  {padded(clean(line.what), what)}"
+        beside_name = cells(name) <= wide
+        if not beside_name:
+            out.append(f"  {name}")
+        value = clean(line.what)
+        if line.bytes is None:
+            value = clipped(value, max(width() - wide - 4, NARROWEST))
+        text = f"  {padded(name if beside_name else '', wide)}  {padded(value, what)}"
         if line.bytes is not None:
             text += f"  {size(line.bytes):>9}"
         if not line.group and spread and line.path in spread:

@@ -30,7 +30,7 @@ from tenuto.repo.replicated.places import unreachable
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import LoadReport, Prepared
 from tenuto.store.contract import is_unreadable
-from tenuto.units import seconds
+from tenuto.units import count, seconds, size
 
 if TYPE_CHECKING:
     from tenuto.engine.read.node_share import NodeSharedReads
@@ -340,6 +340,9 @@ class Checkpoint:
     content: str
     metrics: Mapping[str, float]
 
+    def __repr__(self) -> str:
+        return f"<{self.id} at {self.where}: {count(self.leaves, 'tensor')}, {size(self.bytes)}>"
+
     @property
     def run(self) -> str:
         return self.id.run
@@ -368,6 +371,14 @@ class Restored:
     skipped: tuple[Skipped, ...] = ()
     memory_s: float | None = None
     ranks: RankTimings | None = None
+
+    def __repr__(self) -> str:
+        """Returns one line, whatever the state holds."""
+        checkpoint = self.checkpoint
+        origin = checkpoint.where if self.memory_s is None else f"memory, sealed {seconds(self.memory_s)} ago"
+        what = f"{count(checkpoint.leaves, 'tensor')}, {size(checkpoint.bytes)}"
+        passed = f", {count(len(self.skipped), 'damaged checkpoint')} passed over" if self.skipped else ""
+        return f"<{checkpoint.id} restored from {origin}: {what} in {seconds(self.seconds)}{passed}>"
 
     @property
     def source(self) -> str:
