@@ -53,8 +53,9 @@ GROUPS = {
 HIDDEN = {
     "Checkpoint.__init__", "Opened.__init__", "Opened.node", "Opened.specs", "Preempted.__init__",
     "RankTimings.__init__", "RankTimings.of", "RankTimings.of_parts", "RankTimings.read", "RankTimings.to_json",
-    "Restored.__init__", "Restored.of",
+    "Repository.manifest", "Repository.notes", "Restored.__init__", "Restored.of",
     "Save.__init__", "Save.begin", "Save.end", "Save.moved_s", "Save.moves", "Save.stuck", "Save.wait_behind",
+    "keep.protections",
     "SharedFiles.is_coordinator", "SharedFiles.kv_store", "Solo.__init__", "Solo.kv_store",
     "Stats.__init__", "Timing.__init__", "Timing.read", "Timing.to_json",
 }  # fmt: skip
@@ -133,7 +134,9 @@ def module(name: str, found: Any) -> Iterator[str]:
     yield f"{found.docstring.value}\n"
     yield from example(f"tenuto.{name}")
     for one in found.members.values():
-        if not one.is_alias and one.is_function and not one.name.startswith("_"):
+        if one.is_alias or not one.is_function or one.name.startswith("_"):
+            continue
+        if f"{name}.{one.name}" not in HIDDEN:
             yield from documented(one, f"{name}.{one.name}", level=3)
 
 

@@ -26,6 +26,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    if page.file.src_uri == "README.md":
+        page.meta["hide"] = ["navigation"]  # the tabs are enough there
+    markdown = re.sub(r"\A<!--.*?-->\s*", "", markdown, flags=re.S)  # a title is looked for in the first line
     return inside(markdown, posixpath.join("docs", page.file.src_uri))
 
 
