@@ -200,7 +200,8 @@ class Warned(Event):
 class Sink(Protocol):
     """Receives events from any thread. An exception is reported once and never reaches training."""
 
-    def emit(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None:
+        """Receives an event."""
 
 
 @dataclass(slots=True)
