@@ -57,6 +57,7 @@ HIDDEN = {
     "Save.__init__", "Save.begin", "Save.end", "Save.moved_s", "Save.moves", "Save.stuck", "Save.wait_behind",
     "keep.protections",
     "SharedFiles.is_coordinator", "SharedFiles.kv_store", "Solo.__init__", "Solo.kv_store",
+    "telemetry.JsonLines.emit", "telemetry.LogSink.emit", "telemetry.ProgressBar.emit",
     "Stats.__init__", "Timing.__init__", "Timing.read", "Timing.to_json",
 }  # fmt: skip
 """Public in Python, and for Tenuto's own use: they take or give what only the engine has."""
@@ -179,7 +180,9 @@ def documented(found: Any, name: str, *, level: int) -> Iterator[str]:
         if "property" in one.labels:
             yield f"{mark}# `{short}.{one.name}`\n\n`{one.annotation}`\n\n{text(one)}".rstrip() + "\n"
         elif one.is_function:
-            yield f"{mark}# `{short}.{one.name}`\n\n```py\n{signature(one, one.name)}\n```\n\n{text(one)}".rstrip() + "\n"
+            yield (
+                f"{mark}# `{short}.{one.name}`\n\n```py\n{signature(one, one.name)}\n```\n\n{text(one)}".rstrip() + "\n"
+            )
 
 
 def text(found: Any) -> str:

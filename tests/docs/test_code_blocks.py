@@ -55,7 +55,9 @@ UNNAMED |= {"pip install torch && pip install '.[torch]'", "tenuto certify check
 """First lines of the README's blocks whose fence names no language: of what is not run, and what it answers."""
 PRELUDES = {
     "README.md": MODEL,
-    **{f"docs/reference/{name}.md": MODEL for name in ("training", "save-and-load", "look-inside", "places", "logging")},
+    **{
+        f"docs/reference/{name}.md": MODEL for name in ("training", "save-and-load", "look-inside", "places", "logging")
+    },
     "docs/reference/events.md": MODEL,
 }
 INSTEAD = {

@@ -35,7 +35,6 @@ class JsonLines:
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
-        """Writes the event as one line."""
         record: dict[str, Any] = {
             "schema": SCHEMA,
             "event": type(event).__name__.removesuffix("Event"),

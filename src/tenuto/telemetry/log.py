@@ -27,7 +27,6 @@ class LogSink:
         self._logger = logger or logging.getLogger("tenuto")
 
     def emit(self, event: events.Event) -> None:
-        """Logs the event, if it matters to a person."""
         level = _LEVELS.get(type(event), logging.INFO)
         if not self._logger.isEnabledFor(level):
             return

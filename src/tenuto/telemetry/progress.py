@@ -35,7 +35,6 @@ class ProgressBar:
         self._tasks: dict[tuple[str, str], tuple[TaskID, float]] = {}
 
     def emit(self, event: Event) -> None:
-        """Draws what the event changes."""
         match event:
             case Progress(phase, subject, done, total) if total >= self._min_bytes:
                 self._move((phase, subject), done, total)
