@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import griffe
-
 from reference_examples import EXAMPLES  # beside this file
 
 HERE = Path(__file__).parent / "reference"
@@ -85,7 +84,7 @@ def contents(package: Any) -> Iterator[str]:
     for page, (title, sentence, names) in GROUPS.items():
         yield f"## [{title}]({page})\n\n{sentence}\n\n| name | |\n|---|---|"
         for name in names:
-            yield f"| [`tenuto.{name}`]({page}#tenuto{name.lower().replace(' ', '-')}) | {first_sentence(package, name)} |"
+            yield f"| [`tenuto.{name}`]({page}#tenuto{name.lower()}) | {first_sentence(package, name)} |"
         yield ""
     yield "## More\n\n| page | |\n|---|---|"
     yield "| [`tenuto.torch`](torch.md) | a sampler whose order no number of ranks changes |"
@@ -233,7 +232,8 @@ def sinks(package: Any) -> Iterator[str]:
     from tenuto import telemetry
 
     yield "# `tenuto.telemetry`\n"
-    yield f"{package['telemetry'].docstring.value}\n\nA sink is given as `sinks=[…]`; it receives each [event](events.md).\n"
+    yield f"{package['telemetry'].docstring.value}\n"
+    yield "A sink is given as `sinks=[…]`; it receives each [event](events.md).\n"
     yield from example("tenuto.telemetry")
     for name in telemetry.__all__:
         home = getattr(telemetry, name).__module__.removeprefix("tenuto.")

@@ -1,7 +1,7 @@
 """What the site has beside the pages of docs: the examples, and what was measured. For mkdocs (`make docs`).
 
-The pages are written for GitHub, where a link may lead out of docs. Here such a link leads to the page made of that file,
-and is left out where there is none.
+The pages are written for GitHub, where a link may lead out of docs. Here such a link leads to the page made of that
+file, and is left out where there is none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """No link between the pages leads nowhere, and what people ask first is at most two clicks from the front page.
 
-`make docs` checks the links of the site as mkdocs makes it; this needs no site, and looks at the pages as GitHub shows them.
+`make docs` checks the links of the site as mkdocs makes it; this needs no site, and looks at the pages as GitHub shows
+them.
 """
 
 from __future__ import annotations
