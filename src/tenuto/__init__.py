@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tenuto.api.save_load import load, save
     from tenuto.engine.read.choose import Checkpoint, Restored
     from tenuto.engine.save.handle import Save
-    from tenuto.errors import TenutoError
+    from tenuto.errors import TenutoError, TenutoWarning
     from tenuto.integrations.torch.adapter import declare
     from tenuto.model.timing import RankTimings, Timing
     from tenuto.policy import every, keep, on
@@ -37,6 +37,7 @@ _HOME = {
     "Checkpoint": "tenuto.engine.read.choose",
     "Checkpointer": "tenuto.training.checkpointer",
     "TenutoError": "tenuto.errors",
+    "TenutoWarning": "tenuto.errors",
     "Mirror": "tenuto.repo.replicated.places",
     "Opened": "tenuto.api.open",
     "PerNode": "tenuto.repo.replicated.places",
@@ -84,6 +85,7 @@ __all__ = [
     "Stats",
     "Tagged",
     "TenutoError",
+    "TenutoWarning",
     "Timing",
     "__version__",
     "declare",

@@ -45,6 +45,9 @@ TenutoError
 
 Each error says what is concerned (`subject`) and the operator's next command (`hint`), and has the exit status
 that the command line leaves with (`exit_code`).
+
+Beside the tree stands TenutoWarning (UserWarning): code that uses Tenuto in a way that may lose something or make a
+resume inexact. What happens to saves and checkpoints is an event instead (`tenuto.events`).
 """
 
 from __future__ import annotations
@@ -65,6 +68,10 @@ class TenutoError(Exception):
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
+
+
+class TenutoWarning(UserWarning):
+    """The class of every Python warning that Tenuto issues. Each points at the line of your code that it is about."""
 
 
 def in_words(error: BaseException) -> str:

@@ -5,11 +5,16 @@ Emitting to no sink costs one loop over an empty tuple; frequent events are not 
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import FrameType
+from typing import Final, Protocol
 
+from tenuto.errors import TenutoWarning
 from tenuto.model.ids import CheckpointId
 from tenuto.model.timing import RankTimings, Timing
 
@@ -191,10 +196,14 @@ class LeafDemoted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Warned(Event):
-    """Something a person should know; training continues."""
+    """Something a person should know; training continues.
+
+    issued: it is a Python warning too, which points at the code that it is about.
+    """
 
     message: str
     subject: str = ""
+    issued: bool = False
 
 
 class Sink(Protocol):
@@ -227,11 +236,47 @@ class Emitter:
             except Exception as error:  # noqa: BLE001 - a broken meter must not end training; it is said once, loudly
                 self.sinks = tuple(kept for kept in self.sinks if kept is not sink)
                 self._dropped.append(repr(sink))
-                warnings.warn(
-                    f"the event sink {sink!r} failed and is no longer used: {error!r}", RuntimeWarning, stacklevel=2
-                )
+                warn(f"the event sink {sink!r} failed and is no longer used: {error!r}")
 
     def warn(self, message: str, subject: str = "") -> None:
-        """Emits Warned and issues a Python warning, for something a person should know even without a sink."""
-        self.emit(Warned(message, subject))
-        warnings.warn(f"tenuto: {message}", RuntimeWarning, stacklevel=3)
+        """Emits Warned, and issues a Python warning about the caller's code as `warn` does."""
+        self.emit(Warned(message, subject, issued=True))
+        warn(message)
+
+
+def warn(message: str) -> None:
+    """Issues a TenutoWarning that points at the innermost frame of the user's code. In a thread that runs none, logs
+    the message instead."""
+    frame = _users_frame()
+    if frame is not None:
+        _issue(message, frame)
+    else:
+        logging.getLogger("tenuto").warning("%s", message)
+
+
+_PACKAGE: Final = os.path.dirname(__file__) + os.sep
+_BETWEEN: Final = frozenset({"asyncio", "concurrent", "contextlib", "functools", "threading", "torch", "weakref"})
+"""Packages whose code calls Tenuto on behalf of the user's: context managers, hooks of optimizers, threads."""
+
+
+def _users_frame() -> FrameType | None:
+    """Returns the innermost frame of the user's code; None in a thread, or at an end of the process, that has none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not frame.f_code.co_filename.startswith(_PACKAGE) and module.partition(".")[0] not in _BETWEEN:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _issue(message: str, frame: FrameType) -> None:
+    names = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        TenutoWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=names.get("__name__"),
+        registry=names.setdefault("__warningregistry__", {}),
+    )

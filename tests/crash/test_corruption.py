@@ -50,7 +50,7 @@ def test_what_harms_nothing_is_no_error(kind: str) -> None:
     assert shape.place.objects.keys() == shape.objects.keys()
 
 
-@pytest.mark.filterwarnings("ignore:tenuto. .* is passed over:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.* is passed over:tenuto.TenutoWarning")
 @pytest.mark.parametrize("kind", DISPLACEMENTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_i5_a_directory_in_the_wrong_place_is_told_and_never_read_as_the_one_that_was_there(

@@ -10,7 +10,7 @@ import pytest
 
 import tenuto
 from tenuto.cli import main
-from tenuto.errors import NothingRestorable
+from tenuto.errors import NothingRestorable, TenutoWarning
 
 RUN, ATTEMPT = "runs/main", "runs/main/a0001"
 STEPS = [f"{ATTEMPT}/step-{step:08d}" for step in (10, 20, 30)]
@@ -70,7 +70,7 @@ def test_a_line_of_another_repository_is_never_taken_for_ones_own(
     laid(directory, over=over)(ours, made[1])
     before = {path: path.read_bytes() for path in ours.rglob("*") if path.is_file()}
     for act in (lambda: tenuto.load(ours), lambda: train(ours, 0.0, 40)):
-        with pytest.warns(RuntimeWarning, match="passed over"), pytest.raises(NothingRestorable, match="belongs to"):
+        with pytest.warns(TenutoWarning, match="passed over"), pytest.raises(NothingRestorable, match="belongs to"):
             act()
     code, told = verified(ours, capsys)
     assert code == 12 and "0 checkpoints" in told and "belongs to repository" in told
@@ -81,13 +81,13 @@ def test_a_step_of_another_repository_is_passed_over_and_said(
     ours: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     laid(STEPS[2], over=False)(ours, made[1])
-    with pytest.warns(RuntimeWarning, match="main/a0001/30 is passed over: .* belongs to repository"):
+    with pytest.warns(TenutoWarning, match="main/a0001/30 is passed over: .* belongs to repository"):
         found = tenuto.load(ours)
     assert found.step == 20 and found.state["w"][0] == 20.0
     assert [id.step for id, _ in found.skipped] == [30]
     code, told = verified(ours, capsys)
     assert code == 12 and "2 checkpoints can be restored" in told and "swapped" not in told
-    with pytest.warns(RuntimeWarning, match="passed over"):
+    with pytest.warns(TenutoWarning, match="passed over"):
         assert train(ours, 0.0, 40) == 40.0, "training goes on from its own"
     assert sorted(path.name for path in (ours / STEPS[2]).iterdir()) == sorted(
         path.name for path in (made[1] / STEPS[2]).iterdir()
@@ -96,7 +96,7 @@ def test_a_step_of_another_repository_is_passed_over_and_said(
 
 def test_two_steps_that_changed_places_are_neither(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
     swap(ours, ours)
-    with pytest.warns(RuntimeWarning, match="passed over: .* is a copy of"):
+    with pytest.warns(TenutoWarning, match="passed over: .* is a copy of"):
         found = tenuto.load(ours)
     assert found.step == 10 and found.state["w"][0] == 10.0
     code, told = verified(ours, capsys)

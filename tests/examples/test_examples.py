@@ -51,7 +51,7 @@ def cut_off_after(step: int, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "entry", "cut"), [("plain_loop", "train", 33), ("epochs", "train", 7), ("numpy_only", "walk", 120)]
 )
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 def test_an_example_that_is_cut_off_goes_on_to_the_same_end(name: str, entry: str, cut: int, tmp_path: Path) -> None:
     run = getattr(example(name), entry)
     whole = run(str(tmp_path / "whole"))

@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.said import said
 from support.tiny_training import Gate, flip, flip_leaf, state
 from tenuto import errors, every, keep
+from tenuto.errors import TenutoWarning
 from tenuto.model import canonical_json
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.contract import Settings
@@ -73,7 +75,7 @@ def an_index_beyond_the_end(place: Path, patch: pytest.MonkeyPatch) -> object:
 @case(errors.MetricNotLogged, "'accuracy', which nothing has logged", r"ckpt.log\(accuracy=")
 def a_metric_that_is_never_logged(place: Path, patch: pytest.MonkeyPatch) -> object:
     """Training is not ended for it: it is told as a warning, in the words of the error."""
-    with pytest.warns(RuntimeWarning, match="nothing has logged") as told:
+    with pytest.warns(TenutoWarning, match="nothing has logged") as told:
         with tenuto.Checkpointer(place, state(), save=every(steps=1), keep=keep.best(1, "accuracy")) as ckpt:
             for _ in ckpt.steps(1):
                 pass
@@ -282,7 +284,7 @@ def a_run_that_another_process_takes_over(place: Path, patch: pytest.MonkeyPatch
 def a_save_that_fails(place: Path, patch: pytest.MonkeyPatch) -> object:
     gate = Gate(open_store(place))
     gate.failure, gate.failures = errors.StoreError("the disk is on fire"), 1
-    with pytest.warns(RuntimeWarning, match="on fire"):
+    with said("on fire"):
         with tenuto.Checkpointer(gate, state()) as ckpt:
             ckpt.step_done()
             try:
@@ -318,11 +320,11 @@ def a_fenced_save_that_something_writes_into(place: Path, patch: pytest.MonkeyPa
             if step == 3:
                 patch.setattr(HostCopies, "copy", disturbed)
             save = ckpt.save()
-            with pytest.warns(RuntimeWarning, match="torn") if step == 3 else contextlib.nullcontext():
+            with said("torn") if step == 3 else contextlib.nullcontext():
                 save.join()
                 ckpt._training.saving.saver.join(60)  # type: ignore[union-attr]
         stepping(model, optimizer)(4)
-        with pytest.warns(RuntimeWarning, match="captured eagerly from now on"):
+        with pytest.warns(TenutoWarning, match="captured eagerly from now on"):
             ckpt.step_done()  # an eager save takes its place
         return save.wait()
 

@@ -9,7 +9,6 @@ removed: at any moment one of the two is whole.
 from __future__ import annotations
 
 import secrets
-import warnings
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +23,7 @@ from tenuto.errors import (
     StoreFull,
     typed,
 )
+from tenuto.events import warn
 from tenuto.model.records import Json
 from tenuto.repo.format import objects
 from tenuto.repo.format.object_names import REPOSITORY, REPOSITORY_COPY
@@ -98,7 +98,7 @@ def read_identity(store: Store) -> tuple[Identity, str] | None:
 
 def warn_of_damage(store: Store, wrong: str) -> None:
     """Warns that `tenuto.json` cannot be read."""
-    _warn(f"{wrong} ({store.url}); {REPOSITORY_COPY} says the same, and the next training there puts it right")
+    warn(f"{wrong} ({store.url}); {REPOSITORY_COPY} says the same, and the next training there puts it right")
 
 
 def keep_twice(store: Store, identity: Identity, *, whole: bool) -> None:
@@ -116,7 +116,7 @@ def keep_twice(store: Store, identity: Identity, *, whole: bool) -> None:
         # Durable before the damaged one goes, whoever has put it.
         store.settle(other)
         if wrong:
-            _warn(f"{wrong} ({store.url}); it is put back from {other}")
+            warn(f"{wrong} ({store.url}); it is put back from {other}")
         try:
             if wrong:
                 store.delete([name])
@@ -126,7 +126,7 @@ def keep_twice(store: Store, identity: Identity, *, whole: bool) -> None:
                 raise taken
         except (StoreDenied, StoreFull) as error:
             if wrong:
-                _warn(f"{name} is not put back: {error.message}")
+                warn(f"{name} is not put back: {error.message}")
 
 
 def _problem(store: Store, name: str, expected: bytes, id: str) -> str | None:
@@ -156,7 +156,3 @@ def two_repositories(store: Store, one: str, other: str) -> RepositoryError:
         subject=REPOSITORY,
         hint=f"`{typed('tenuto', 'verify', store.url)}` says whose the checkpoints are; remove the other one's file",
     )
-
-
-def _warn(message: str) -> None:
-    warnings.warn(f"tenuto: {message}", RuntimeWarning, stacklevel=4)

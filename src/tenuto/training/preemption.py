@@ -11,12 +11,12 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Never
 
+from tenuto import events
 from tenuto.concurrency.interruption import interrupt, when_undone
 from tenuto.errors import DeadlineExceeded
 from tenuto.policy.save import EveryEpochs, parts_of
@@ -50,8 +50,7 @@ def warn_of_unsaved(saving: RunSaver, step: int, *, incomplete: bool, replaced: 
     known = f"the last checkpoint is step {last.step}" if last is not None and last.committed else ""
     known = known or "there is no checkpoint"
     if incomplete:
-        message = f"tenuto: step {step + 1} was left incomplete and is not saved; {known}"
-        warnings.warn(message, RuntimeWarning, stacklevel=5)
+        events.warn(f"step {step + 1} was left incomplete and is not saved; {known}")
     elif replaced:
         saving.warn(
             f"step {step} is not saved ({known}): another Checkpointer of this process takes run {saving.run!r}, and "
@@ -153,11 +152,9 @@ class SignalWatch:
         if self.installed:
             return self
         if threading.current_thread() is not threading.main_thread():
-            warnings.warn(
+            events.warn(
                 "signals are not watched: Python handles them in the main thread, and this is another one. If this "
-                "process is told to leave, the last save stands, and the steps since then are lost",
-                RuntimeWarning,
-                stacklevel=2,
+                "process is told to leave, the last save stands, and the steps since then are lost"
             )
             return self
         self._pid = os.getpid()
@@ -171,11 +168,7 @@ class SignalWatch:
             if number == signal.SIGINT and earlier == signal.SIG_IGN:
                 continue
             if earlier is None:
-                warnings.warn(
-                    f"{signal_name(number)} is not watched: code outside Python handles it",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                events.warn(f"{signal_name(number)} is not watched: code outside Python handles it")
                 continue
             # Recorded first: the handler may run as soon as it is in.
             self._earlier[number] = earlier

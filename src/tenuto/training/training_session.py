@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from tenuto import events
 from tenuto.concurrency.interruption import undisturbed
 from tenuto.engine.group.group import leave_on_error, training_group
 from tenuto.engine.save.handle import Save
@@ -367,11 +367,9 @@ class TrainingSession:
             last = self.take("asked for", wait=wait) or last
             assert last is not None, "a save is skipped only because of one before"
         else:
-            warnings.warn(
-                f"tenuto: no step was completed since the save of step {last.step}, which is returned; "
-                "a loop of your own says ckpt.step_done() after each step",
-                RuntimeWarning,
-                stacklevel=3,
+            events.warn(
+                f"no step was completed since the save of step {last.step}, which is returned; "
+                "a loop of your own says ckpt.step_done() after each step"
             )
         if wait:
             last.wait()
@@ -484,7 +482,7 @@ class TrainingSession:
         except TenutoError as error:
             if not quietly:
                 raise
-            warnings.warn(f"tenuto: {error}", RuntimeWarning, stacklevel=5)
+            events.warn(str(error))
         finally:
             self.saving.part(timeout, well=well)
 

@@ -11,14 +11,14 @@ from support.memory_training import live, shared_memory
 from tenuto import every
 from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.staging import arena
-from tenuto.errors import UsageError
+from tenuto.errors import TenutoWarning, UsageError
 from tenuto.repo.lineage import latest
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only"),
-    pytest.mark.filterwarnings("ignore:tenuto. states are not kept:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:states are not kept:tenuto.TenutoWarning"),
 ]
 
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def still_mapped(root):
 def test_where_two_images_do_not_fit_the_tier_is_off_and_says_so_once(tmp_path, root, monkeypatch, room):
     a_small_file_system(monkeypatch, root, room)
     told = Told()
-    with pytest.warns(RuntimeWarning, match="not kept in memory"):
+    with pytest.warns(TenutoWarning, match="not kept in memory"):
         off = train(tmp_path / "ckpts", told)
     assert "--shm-size" in off
     assert "MiB" in off
@@ -121,7 +121,7 @@ def test_a_state_that_outgrows_the_budget_ends_the_tier_and_saves_have_what_it_t
     its whole image, not for a window of it, at which training would wait from then on."""
     told = Told()
     state = {"w": np.zeros(MIB // 4 - 10_000, np.float32)}
-    with pytest.warns(RuntimeWarning, match="not kept in memory"):
+    with pytest.warns(TenutoWarning, match="not kept in memory"):
         with tenuto.Checkpointer(
             tmp_path / "ckpts", state, memory=every(steps=1), memory_budget=budget, sinks=[told]
         ) as ckpt:
@@ -326,7 +326,7 @@ def test_memory_that_is_turned_off_while_it_is_written_from_is_given_back_after_
 
     store, told = held(tmp_path / "ckpts", 1), Told()
     state = {"w": np.zeros(MIB // 4, np.float32)}
-    with pytest.warns(RuntimeWarning, match="not kept in memory"):
+    with pytest.warns(TenutoWarning, match="not kept in memory"):
         with tenuto.Checkpointer(store, state, memory=every(steps=1), sinks=[told]) as ckpt:
             ckpt.step_done()
             save = ckpt.save()

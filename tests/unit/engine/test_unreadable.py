@@ -89,7 +89,7 @@ def test_a_store_that_denies_is_not_damage(store: RetryingStore, disk: BadSector
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.filterwarnings("ignore:tenuto. retention of run:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:retention of run:tenuto.TenutoWarning")
 def test_training_starts_again_by_itself(store: RetryingStore, disk: BadSectors, part: str) -> None:
     disk.bad = f"a0001/step-00000002/{part}"
     for restarts in (0, 1):

@@ -12,7 +12,15 @@ import pytest
 
 import tenuto
 from campaigns.broken_stores import StoreLayer
-from tenuto.errors import CorruptionError, NotARepository, RepositoryError, StoreDenied, StoreError, StoreFull
+from tenuto.errors import (
+    CorruptionError,
+    NotARepository,
+    RepositoryError,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    TenutoWarning,
+)
 from tenuto.maintenance.verify import execute, plan_verify
 from tenuto.repo import identity
 from tenuto.repo.format.object_names import REPOSITORY, REPOSITORY_COPY
@@ -58,7 +66,7 @@ def trained(where: str | Store) -> np.ndarray:
 
 @pytest.mark.parametrize("harm", [flip, drop])
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.filterwarnings("ignore:tenuto. .*tenuto:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*tenuto:tenuto.TenutoWarning")
 def test_either_is_enough_and_the_next_training_puts_the_other_right(
     store: MemoryStore, name: str, harm: Callable[[MemoryStore, str], None]
 ) -> None:
@@ -66,7 +74,7 @@ def test_either_is_enough_and_the_next_training_puts_the_other_right(
     id = Repo.open(store).id
     harm(store, name)
     if name == REPOSITORY:
-        with pytest.warns(RuntimeWarning, match="tenuto.copy.json says the same"):
+        with pytest.warns(TenutoWarning, match="tenuto.copy.json says the same"):
             assert np.array_equal(tenuto.load(store).state["w"], saved)
     else:
         assert np.array_equal(tenuto.load(store).state["w"], saved)
@@ -85,7 +93,7 @@ def test_a_flipped_bit_anywhere_in_either_is_passed_over_and_mended(store: Memor
             data = bytearray(before[name])
             data[at] ^= 4
             store.place.objects[name] = bytes(data), 1
-            with pytest.warns(RuntimeWarning, match=name.replace(".", r"\.")):
+            with pytest.warns(TenutoWarning, match=name.replace(".", r"\.")):
                 assert Repo.create_or_open(store).id == id
             assert copies(store) == before
 
@@ -131,7 +139,7 @@ class Cut(StoreLayer):
 
 
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.filterwarnings("ignore:tenuto. .*:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*:tenuto.TenutoWarning")
 def test_a_process_that_ends_anywhere_while_it_mends_leaves_one_whole(name: str) -> None:
     cuts = 0
     for after in range(20):
@@ -150,7 +158,7 @@ def test_a_process_that_ends_anywhere_while_it_mends_leaves_one_whole(name: str)
     assert 3 <= cuts < 20
 
 
-@pytest.mark.filterwarnings("ignore:tenuto. .*:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*:tenuto.TenutoWarning")
 def test_many_that_mend_at_once_end_with_the_one_repository(store: MemoryStore) -> None:
     id = Repo.create_or_open(store).id
     before = copies(store)
@@ -207,7 +215,7 @@ def test_who_may_not_write_restores_all_the_same(store: MemoryStore, error: type
     assert Checkpointer(closed, state).restore() is not None
     assert np.array_equal(state["w"], saved)
     store.place.objects[REPOSITORY_COPY] = b"damaged", 1
-    with pytest.warns(RuntimeWarning, match="tenuto.copy.json is not put back"):
+    with pytest.warns(TenutoWarning, match="tenuto.copy.json is not put back"):
         assert Checkpointer(closed, state).restore() is not None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from campaigns.broken_stores import StoreLayer
-from tenuto.errors import CorruptionError, RepositoryError, StoreDenied, StoreError
+from tenuto.errors import CorruptionError, RepositoryError, StoreDenied, StoreError, TenutoWarning
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.replicated.members import Member, join, member_in
@@ -179,7 +179,7 @@ def test_nodes_whose_directories_are_called_alike_are_members_of_their_own(
 def test_a_mirrors_place_that_is_another_disk_now_is_told(home: MemoryStore, place: MemoryStore) -> None:
     Repo.create_or_open(Mirror(home, place))
     place.place.objects.clear()
-    with pytest.warns(UserWarning, match=f"{place.url} is not the place that it was"):
+    with pytest.warns(TenutoWarning, match=f"{place.url} is not the place that it was"):
         Repo.create_or_open(Mirror(home, place))
     assert len(listed(home)) == 2
 

@@ -18,6 +18,7 @@ from tenuto.errors import (
     StoreError,
     StoreFull,
     StoreUnreliable,
+    TenutoWarning,
     UsageError,
 )
 from tenuto.model.ids import CheckpointId
@@ -971,7 +972,7 @@ def test_nothing_is_opened_or_made_by_declaring(tmp_path: Any) -> None:
 def test_where_nobody_listens_what_goes_wrong_is_a_warning() -> None:
     home, other = Place(), Place()
     other.fail(StoreFull("no space"), "put")
-    with pytest.warns(UserWarning, match="no space"):
+    with pytest.warns(TenutoWarning, match="no space"):
         Mirror(home, other, copies=1).put_if_absent(PACK, Bytes(b"data"), token="t0")
     assert (home.get(PACK, limit=10), PACK in other.objects) == (b"data", False)
 

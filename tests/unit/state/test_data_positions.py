@@ -13,7 +13,7 @@ import pytest
 
 import tenuto
 from tenuto import every
-from tenuto.errors import UsageError
+from tenuto.errors import TenutoWarning, UsageError
 from tenuto.state.position.positions import attach
 
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_positioned_starts_again_and_says_so() -> None:
     assert position.batches_per_epoch is None
     resumed = attach(Again())
     resumed.load_state_dict(position.state_dict())
-    with pytest.warns(RuntimeWarning, match="starts again"):
+    with pytest.warns(TenutoWarning, match="starts again"):
         batches = resumed.iterate(0, 1)
     assert list(batches) == [0, 1, 2, 3, 4]
     assert batches.delivered == 5  # type: ignore[attr-defined]
@@ -105,10 +105,10 @@ def test_another_length_or_kind_is_said() -> None:
     position = attach([1, 2, 3])
     next(position.iterate(0, 0))
     other = attach([1, 2])
-    with pytest.warns(RuntimeWarning, match="2 batches"):
+    with pytest.warns(TenutoWarning, match="2 batches"):
         other.load_state_dict(position.state_dict())
     stateful = attach(Stateful())
-    with pytest.warns(RuntimeWarning, match="another kind"):
+    with pytest.warns(TenutoWarning, match="another kind"):
         stateful.load_state_dict(position.state_dict())
     assert not stateful.exact
 

@@ -14,7 +14,7 @@ import pytest
 import tenuto
 from support.tiny_training import state, steps_of, train
 from tenuto import every, keep, on
-from tenuto.errors import SaveFailed, UsageError
+from tenuto.errors import SaveFailed, TenutoWarning, UsageError
 
 ALL = keep.latest(100)
 Ask = Callable[[tenuto.Checkpointer, int], None]
@@ -51,9 +51,9 @@ def test_what_is_asked_for_behind_the_batches_is_taken_where_the_body_ends(
 ) -> None:
     """A resume from there does the rest of the body neither again nor not at all."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # nothing asks for a save
+        warnings.simplefilter("ignore", TenutoWarning)  # nothing asks for a save
         expected = trained(tmp_path / "other", None)
-    with pytest.warns(RuntimeWarning, match="left incomplete"), pytest.raises(KeyboardInterrupt):
+    with pytest.warns(TenutoWarning, match="left incomplete"), pytest.raises(KeyboardInterrupt):
         trained(place, ask, die_at=3)
     assert steps_of(place) == [2]
     assert tenuto.load(place).state["decays"] == 1
@@ -104,7 +104,7 @@ def test_what_was_asked_for_is_taken_where_the_loop_is_left(place: Path, ask: As
 
 def test_the_handle_of_a_save_that_was_not_taken_says_so(place: Path) -> None:
     one = state()
-    with pytest.warns(RuntimeWarning, match="step 2 is not saved"):
+    with pytest.warns(TenutoWarning, match="step 2 is not saved"):
         with tenuto.Checkpointer(place, one, data=[1, 2], save=every(steps=3), keep=ALL) as ckpt:
             for _ in ckpt.epochs(9):
                 for batch in ckpt.batches:
@@ -157,7 +157,7 @@ def test_stop_ends_one_loop_and_no_other(place: Path) -> None:
 
 def test_a_policy_by_epochs_in_a_loop_without_them_says_so(place: Path, tmp_path: Path) -> None:
     for where, own in ((place, False), (tmp_path / "own", True)):
-        with pytest.warns(RuntimeWarning, match=r"every\(epochs=1\) saves nothing here") as said:
+        with pytest.warns(TenutoWarning, match=r"every\(epochs=1\) saves nothing here") as said:
             with tenuto.Checkpointer(where, state(), data=[1, 2], save=every(epochs=1) | on.signal()) as ckpt:
                 if own:
                     ckpt.step_done()
@@ -205,7 +205,7 @@ def test_a_step_that_another_process_has_overtaken_is_dropped_and_that_is_said(p
         assert ckpt.restore() is None
         tenuto.save({**state(), "n": 7}, place, step=7)
         train(one)
-        with pytest.warns(RuntimeWarning, match="step 1 is dropped: another process had committed step 7"):
+        with pytest.warns(TenutoWarning, match="step 1 is dropped: another process had committed step 7"):
             ckpt.step_done()
         assert (ckpt.step, one["n"]) == (7, 7)
         ckpt.step_done()

@@ -12,7 +12,7 @@ import tenuto
 from support.thinning import crossed, thinned
 from support.tiny_training import state, steps_of, train
 from tenuto import every, keep, on
-from tenuto.errors import UsageError
+from tenuto.errors import TenutoWarning, UsageError
 
 ALL = keep.latest(100)
 
@@ -45,7 +45,7 @@ def test_steps_is_a_drop_in_for_range(place: Path) -> None:
 @pytest.mark.parametrize("stop_at", thinned([4, 7, 8, 14, 16], 2))
 def test_a_resumed_run_equals_an_uninterrupted_one(place: Path, tmp_path: Path, stop_at: int) -> None:
     expected = run(tmp_path / "whole", 23)
-    with pytest.warns(RuntimeWarning, match=f"step {stop_at} was left incomplete"), pytest.raises(KeyboardInterrupt):
+    with pytest.warns(TenutoWarning, match=f"step {stop_at} was left incomplete"), pytest.raises(KeyboardInterrupt):
         run(place, 23, stop_at=stop_at)
     np.random.seed(99)
     resumed = run(place, 23)
@@ -55,7 +55,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(place: Path, tmp_path: Path, 
 
 def test_a_step_that_is_left_is_never_saved(place: Path) -> None:
     one = state()
-    with pytest.warns(RuntimeWarning, match="step 3 was left incomplete"):
+    with pytest.warns(TenutoWarning, match="step 3 was left incomplete"):
         with tenuto.Checkpointer(place, one, save=every(steps=1) | on.end(), keep=ALL) as ckpt:
             loop = ckpt.steps(10)
             for step in loop:
@@ -196,7 +196,7 @@ def test_a_save_inside_an_epoch_without_batches_is_of_its_end(place: Path) -> No
 
 
 def test_a_break_out_of_an_epoch_without_batches_leaves_its_step_incomplete(place: Path) -> None:
-    with pytest.warns(RuntimeWarning, match="step 2 was left incomplete"):
+    with pytest.warns(TenutoWarning, match="step 2 was left incomplete"):
         with tenuto.Checkpointer(place, state(), save=every(epochs=1) | on.end(), keep=ALL) as ckpt:
             for epoch in ckpt.epochs(3):
                 if epoch == 1:

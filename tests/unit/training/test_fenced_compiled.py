@@ -20,7 +20,7 @@ from tenuto.state import update_barrier
 FIRST = 5
 """The step that is compiled; the save before it is of the same number, and is fenced."""
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 
 
 @pytest.fixture(autouse=True)

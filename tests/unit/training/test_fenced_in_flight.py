@@ -20,7 +20,7 @@ from tenuto.state import update_barrier
 
 PROBATION = update_barrier.PROBATION
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ PROBATION = update_barrier.PROBATION
 NEVER = every(steps=1000)
 EACH = every(steps=1)
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,7 @@ from tenuto.state import update_barrier
 PROBATION = update_barrier.PROBATION
 PARAMETERS = {"model/first.weight", "model/first.bias", "model/last.weight", "model/last.bias"}
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import tenuto
 from support.fenced_training import HeldCopy, Tensors, holding, owned, stepping, tensors_in, train
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 
 
 @pytest.fixture(autouse=True)

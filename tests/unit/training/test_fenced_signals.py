@@ -19,7 +19,7 @@ from tenuto.events import Warned
 
 PATIENCE_S = 30
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tenuto.state import update_barrier
 
 WIDTH, STEPS = 64, 54
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 
 Parameters = list[torch.nn.Parameter]
 

@@ -16,6 +16,7 @@ import pytest
 
 import tenuto
 from support.held_store import Held, held
+from support.said import said
 from support.tiny_training import steps_of
 from tenuto import every, keep, on
 from tenuto.engine.save import handle as handles
@@ -23,7 +24,7 @@ from tenuto.engine.save.handle import Save
 from tenuto.engine.save.saver import Saver
 from tenuto.engine.staging import pool
 from tenuto.engine.staging.pool import StagingPool
-from tenuto.errors import DeadlineExceeded, SaveFailed, StoreError, StoreFull, Superseded, UsageError
+from tenuto.errors import DeadlineExceeded, SaveFailed, StoreError, StoreFull, Superseded, TenutoWarning, UsageError
 from tenuto.events import Captured, Event, Removed, SaveDelayed, SaveFailedEvent, SaveSkipped, SaveStarted, Warned
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo
@@ -34,7 +35,7 @@ from tenuto.training.saves import RunSaver
 ALL = keep.latest(100)
 MIB = 1 << 20
 
-pytestmark = pytest.mark.filterwarnings("ignore:tenuto. the save of:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:the save of:tenuto.TenutoWarning")
 
 
 class Told:
@@ -119,7 +120,7 @@ def test_a_save_that_fails_does_not_stop_those_behind_it(place: Path) -> None:
     with built(store, one, sinks=[told]) as ckpt:
         saves = [step_on(ckpt, one) for _ in range(3)]
         store.let_go()
-        with pytest.warns(RuntimeWarning, match="on fire"):
+        with said("on fire"):
             ckpt.wait()
         with pytest.raises(SaveFailed, match="on fire"):
             saves[0].wait()
@@ -307,7 +308,7 @@ def test_a_capture_that_breaks_off_gives_its_image_back(place: Path, monkeypatch
             patched.setattr("tenuto.engine.staging.capture.Capturer.capture", breaks)
             for number in range(3):
                 # Of the same failure one warning, until a save commits.
-                with pytest.warns(RuntimeWarning, match="today") if not number else nullcontext():
+                with pytest.warns(TenutoWarning, match="today") if not number else nullcontext():
                     failed = step_on(ckpt, one)
                 with pytest.raises(SaveFailed, match="today"):
                     failed.wait(60)
@@ -383,7 +384,7 @@ def test_a_full_disk_makes_room_and_touches_nothing_that_is_behind(place: Path) 
     store.failures[4] = [StoreFull("no space", subject="x"), StoreFull("no space", subject="x")]
     saves = [step_on(ckpt, one) for _ in range(3)]
     store.let_go()
-    with pytest.warns(RuntimeWarning, match="no space"):
+    with said("no space"):
         ckpt.close()
     assert [save.committed for save in saves] == [True, False, True]
     assert [event.id.step for event in told.of(Removed)] == [1, 2, 3]
@@ -449,7 +450,7 @@ def test_a_save_that_hangs_and_was_given_up_still_has_its_image(place: Path, mon
     ckpt = built(store, one, 2, on_busy="skip", sinks=[told])
     with monkeypatch.context() as patched:
         patched.setattr("tenuto.engine.save.handle.STANDSTILL_S", 0.05)
-        with pytest.warns(RuntimeWarning, match="has not got on"), pytest.raises(DeadlineExceeded):
+        with pytest.warns(TenutoWarning, match="has not got on"), pytest.raises(DeadlineExceeded):
             step_on(ckpt, one, wait=True)
     saver = saver_of(ckpt)
     assert (saver.in_flight, len(saver._with_image), saver.free) == ([], 1, True)
@@ -543,7 +544,7 @@ def test_what_a_save_has_waited_for_in_vain_is_counted(place: Path, monkeypatch:
     with built(store, one, 1) as ckpt:
         step_on(ckpt, one)
         spent = ckpt._armed(needed=True).saving.totals
-        with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="no save of step 2"):
+        with monkeypatch.context() as patched, pytest.warns(TenutoWarning, match="no save of step 2"):
             patched.setattr(Saver, "await_free", lambda saver, timeout: False)
             assert step_on(ckpt, one).error is not None
         assert [save.step for save, _ in spent._stalls] == [1, 2] and spent.stalls_s[1] > 0

@@ -13,6 +13,7 @@ import tenuto
 from support.saves_of_ranks import save_jointly
 from tenuto.engine.read import leaf_reader, sharded_reader
 from tenuto.engine.save import save_writer
+from tenuto.errors import TenutoWarning
 from tenuto.events import Emitter, Event, Progress, Sink
 from tenuto.maintenance import verify
 from tenuto.repo.repository import Repo
@@ -80,6 +81,6 @@ def test_no_progress_is_made_that_nobody_takes(place: Path, made: list[Progress]
 def test_a_sink_that_was_dropped_listens_no_more() -> None:
     emitter = Emitter.of([Broken()])
     assert emitter.listened
-    with pytest.warns(RuntimeWarning, match="no longer used"):
+    with pytest.warns(TenutoWarning, match="no longer used"):
         emitter.emit(Progress("save", "main/a0001/1", 1, 2))
     assert not emitter.listened and not Emitter().listened

@@ -24,6 +24,7 @@ from tenuto.errors import (
     RunNotFound,
     ShardMismatch,
     StateMismatch,
+    TenutoWarning,
     Unserialisable,
     UsageError,
 )
@@ -213,7 +214,7 @@ def test_damage_that_one_rank_meets_moves_all_to_the_one_before_and_every_rank_k
         with tenuto.Checkpointer(tmp_path, held(ranks, 0.0), ranks=ranks, sinks=sinks, save=every(steps=9)) as ckpt:
             return ckpt.restore()
 
-    with pytest.warns(RuntimeWarning, match="is passed over") as warned:
+    with pytest.warns(TenutoWarning, match="is passed over") as warned:
         found = together(3, work)
     assert [one.checkpoint.id for one in found] == [first] * 3
     assert [[id for id, _ in one.skipped] for one in found] == [[last]] * 3

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import tenuto
 from tenuto import every, on
-from tenuto.errors import CorruptionError, SaveFailed
+from tenuto.errors import CorruptionError, SaveFailed, TenutoWarning
 from tenuto.integrations.torch.data.sampler import ResumableSampler
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import IndexEntry, Manifest
@@ -83,7 +83,7 @@ def steps_of(found: list[tuple[list[Any], Any]]) -> list[tuple[int, list[int]]]:
     return [(ranks[0][0], sorted(index for _, batch in ranks for index in batch)) for ranks in given]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 def test_the_data_goes_on_in_the_same_order_on_any_number_of_ranks(tmp_path: Path) -> None:
     whole = steps_of(train(tmp_path / "whole", 1, 9))
     lives = [train(tmp_path / "lives", of, steps) for of, steps in ((4, 3), (2, 4), (3, 6), (1, 9))]
@@ -106,10 +106,10 @@ def test_the_data_goes_on_in_the_same_order_on_any_number_of_ranks(tmp_path: Pat
     }
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 def test_another_position_is_told_by_name_in_the_certificates_and_by_a_warning(tmp_path: Path) -> None:
     train(tmp_path, 2, 3, distributed)
-    with pytest.warns(RuntimeWarning, match="the order of DistributedSampler was saved by 2 ranks"):
+    with pytest.warns(TenutoWarning, match="the order of DistributedSampler was saved by 2 ranks"):
         found = train(tmp_path, 3, 4, distributed)
     (restored,) = {id(one): one for _, one in found[:1]}.values()
     assert not restored.certificate["exact"]
@@ -123,14 +123,14 @@ def test_another_position_is_told_by_name_in_the_certificates_and_by_a_warning(t
     )
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 def test_ranks_that_do_not_share_one_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="where they are in the data that they share") as raised:
         train(tmp_path, 2, 2, lambda rank, of: shared(rank, of, seed=rank))
     assert "seed=" in str(raised.value.hint)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
 def test_a_rank_without_data_says_nothing_of_it(tmp_path: Path) -> None:
     train_data = lambda rank, of: shared(0, 1) if rank == 1 else [np.zeros(1)] * 9  # noqa: E731
     train(tmp_path, 2, 2, train_data)

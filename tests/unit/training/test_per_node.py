@@ -15,7 +15,7 @@ import pytest
 import tenuto
 from support.broken_places import damage
 from support.rank_threads import together
-from tenuto.errors import CorruptionError, NothingRestorable, RanksDisagree, RepositoryError
+from tenuto.errors import CorruptionError, NothingRestorable, RanksDisagree, RepositoryError, TenutoWarning
 from tenuto.maintenance import gc, remove, replicate
 from tenuto.maintenance.verify import assert_whole, execute, plan_verify
 from tenuto.model.ids import CheckpointId
@@ -228,7 +228,7 @@ def test_a_lost_node_makes_all_ranks_fall_back_together_to_what_is_whole(cluster
     cluster.save(4, 3.0)
     shutil.rmtree(cluster.root / "n1")
     with pytest.warns(
-        RuntimeWarning, match="1 cannot be restored and is passed over .* is on no node of this job"
+        TenutoWarning, match="1 cannot be restored and is passed over .* is on no node of this job"
     ) as warned:
         found = cluster.load(4)
     assert len([one for one in warned if "passed over" in str(one.message)]) == 1, "by the first rank alone"

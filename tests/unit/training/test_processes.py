@@ -16,7 +16,7 @@ import pytest
 import tenuto
 from support.tiny_training import state, steps_of, train
 from tenuto import every, keep, on
-from tenuto.errors import ForkedProcess, RanksNotSupported, RunInUse, Superseded, UsageError
+from tenuto.errors import ForkedProcess, RanksNotSupported, RunInUse, Superseded, TenutoWarning, UsageError
 from tenuto.policy.save import SavePolicy
 from tenuto.repo.ownership.owner_watch import OwnerWatch
 from tenuto.repo.repository import Repo
@@ -127,13 +127,13 @@ def test_a_cell_that_is_run_twice_closes_its_first_checkpointer(place: Path) -> 
     loop = first.steps(10)
     next(loop)
     next(loop)
-    with pytest.warns(RuntimeWarning, match="left incomplete"):
+    with pytest.warns(TenutoWarning, match="left incomplete"):
         second = tenuto.Checkpointer(place, state(), save=every(steps=1), keep=ALL)
         again = second.steps(10)
     assert next(again) == 1
     with pytest.raises(tenuto.TenutoError, match="closed"):
         first.save()
-    with pytest.warns(RuntimeWarning, match="left incomplete"):
+    with pytest.warns(TenutoWarning, match="left incomplete"):
         second.close()
 
 
@@ -166,7 +166,7 @@ def test_what_is_restored_into_the_objects_of_an_earlier_checkpointer_is_not_sav
     first.restore()
     own_loop(first, one, 3)
     second = tenuto.Checkpointer(place, one, save=save, keep=ALL)
-    with pytest.warns(RuntimeWarning, match=r"step 3 is not saved \(the last checkpoint is step 2\)"):
+    with pytest.warns(TenutoWarning, match=r"step 3 is not saved \(the last checkpoint is step 2\)"):
         assert second.restore() is not None
     assert second.step == one["n"] == 2
     with pytest.raises(UsageError, match="closed"):
@@ -193,7 +193,7 @@ def test_what_other_code_did_to_the_objects_of_an_earlier_checkpointer_is_not_sa
     other = tmp_path / "other"
     assert cell(place, 3) == cell(other, 3) == 0
     for where in (place, other):
-        with pytest.warns(RuntimeWarning, match="step 3 is not saved"):
+        with pytest.warns(TenutoWarning, match="step 3 is not saved"):
             assert cell(where, 2) == 2
         tenuto.Checkpointer(where, one).restore()  # ends it
     assert steps_of(place) == [4, 2]
@@ -209,7 +209,7 @@ def test_the_loop_of_a_checkpointer_that_another_one_has_closed_goes_on_no_furth
         next(loop)
         train(one)
     first.wait()
-    with pytest.warns(RuntimeWarning, match="step 3 was left incomplete"):
+    with pytest.warns(TenutoWarning, match="step 3 was left incomplete"):
         tenuto.Checkpointer(place, one, save=every(steps=1), keep=ALL).restore()
     with pytest.raises(UsageError, match="is closed"):
         next(loop)

@@ -26,6 +26,7 @@ from tenuto.errors import (
     StateMismatch,
     StoreDenied,
     TenutoError,
+    TenutoWarning,
 )
 from tenuto.events import CandidateSkipped, Event
 from tenuto.repo.lineage import latest, walk
@@ -80,7 +81,7 @@ def test_i3_a_damaged_checkpoint_is_passed_over_loudly_for_the_one_before(
 ) -> None:
     damage(trained)
     sink = Recorded()
-    with pytest.warns(RuntimeWarning, match="main/a0001/3 cannot be restored and is passed over .*a0001/2 is taken"):
+    with pytest.warns(TenutoWarning, match="main/a0001/3 cannot be restored and is passed over .*a0001/2 is taken"):
         restored = tenuto.load(trained, sinks=[sink])
     assert restored.step == 2
     assert np.all(restored.state["w"] == 2)
@@ -89,7 +90,7 @@ def test_i3_a_damaged_checkpoint_is_passed_over_loudly_for_the_one_before(
     one = state()
     with (
         tenuto.Checkpointer(trained, one, save=every(steps=1), keep=ALL) as ckpt,
-        pytest.warns(RuntimeWarning, match="main/a0001/3 cannot be restored and is passed over .*a0001/2 is taken"),
+        pytest.warns(TenutoWarning, match="main/a0001/3 cannot be restored and is passed over .*a0001/2 is taken"),
     ):
         assert list(ckpt.steps(3)) == [2]
         assert np.all(one["w"] == 2)

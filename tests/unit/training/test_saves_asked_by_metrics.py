@@ -11,7 +11,7 @@ import pytest
 import tenuto
 from support.tiny_training import Gate, state, steps_of, train
 from tenuto import every, keep, on
-from tenuto.errors import SaveFailed, StoreFull
+from tenuto.errors import SaveFailed, StoreFull, TenutoWarning
 from tenuto.events import Event, SaveStarted, Warned
 
 ALL = keep.all()
@@ -122,7 +122,7 @@ def test_after_the_loop_a_late_metric_saves_at_once_if_nothing_was_touched(place
             np.random.random()  # evaluation draws, too
             if touch:
                 one["w"] += 1
-                with pytest.warns(RuntimeWarning, match="step 3 is not saved, though"):
+                with pytest.warns(TenutoWarning, match="step 3 is not saved, though"):
                     ckpt.log(val_loss=0.5)
             else:
                 ckpt.log(val_loss=0.5)
@@ -136,7 +136,7 @@ def test_in_a_loop_of_ones_own_a_late_metric_saves_the_step_it_belongs_to(place:
         for step in range(1, 6):
             train(one)
             if step == 4:
-                with pytest.warns(RuntimeWarning, match="step 3 is not saved"):
+                with pytest.warns(TenutoWarning, match="step 3 is not saved"):
                     ckpt.log(val_loss=0.1)  # before step_done(4): the state is no longer that of step 3
             ckpt.step_done(step)
             if step in (2, 5):
@@ -147,13 +147,13 @@ def test_in_a_loop_of_ones_own_a_late_metric_saves_the_step_it_belongs_to(place:
 
 
 def test_a_metric_that_save_asks_by_and_nothing_logs_is_told(place: Path) -> None:
-    with pytest.warns(RuntimeWarning) as caught:
+    with pytest.warns(TenutoWarning) as caught:
         with tenuto.Checkpointer(place, state(), save=on.improve("val_los") | on.end()) as ckpt:
             for _ in ckpt.steps(2):
                 ckpt.log(val_loss=1.0, acc=0.5)
     (said,) = {str(one.message).partition("\n")[0] for one in caught}
     assert said == (
-        "tenuto: on.improve('val_los', mode='min') | on.end() asks by 'val_los', which nothing has logged up to "
+        "on.improve('val_los', mode='min') | on.end() asks by 'val_los', which nothing has logged up to "
         "step 2 (metrics logged: 'acc', 'val_loss'); that part of it saves nothing"
     )
     assert steps_of(place) == [2]
@@ -171,7 +171,7 @@ class Warnings:
 def test_a_metric_that_nothing_logs_is_told_at_the_end_of_an_epoch(place: Path) -> None:
     sink = Warnings()
     kept = keep.best(1, "val_loss") | keep.latest(2)
-    with pytest.warns(RuntimeWarning, match="'val_loss', which nothing has logged up to step 2"):
+    with pytest.warns(TenutoWarning, match="'val_loss', which nothing has logged up to step 2"):
         with tenuto.Checkpointer(place, state(), data=[1, 2], save=every(steps=1), keep=kept, sinks=[sink]) as ckpt:
             for epoch in ckpt.epochs(3):
                 assert len(sink.said) == min(epoch, 1), "once, as soon as an epoch has ended without it"
@@ -185,7 +185,7 @@ def test_a_metric_that_nothing_logs_is_told_at_the_end_of_an_epoch(place: Path) 
 def test_without_epochs_it_is_told_after_many_steps(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenuto.training.logged_metrics.PATIENCE_STEPS", 3)
     sink = Warnings()
-    with pytest.warns(RuntimeWarning, match="which nothing has logged up to step 3"):
+    with pytest.warns(TenutoWarning, match="which nothing has logged up to step 3"):
         with tenuto.Checkpointer(place, state(), save=on.drop("x", by=1), sinks=[sink]) as ckpt:
             for step in ckpt.steps(6):
                 assert len(sink.said) == (step >= 3)

@@ -11,9 +11,19 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.said import said
 from support.tiny_training import Gate, state, steps_of, train
 from tenuto import every, keep, on
-from tenuto.errors import DeadlineExceeded, SaveFailed, StateMismatch, StoreError, StoreFull, Unserialisable, UsageError
+from tenuto.errors import (
+    DeadlineExceeded,
+    SaveFailed,
+    StateMismatch,
+    StoreError,
+    StoreFull,
+    TenutoWarning,
+    Unserialisable,
+    UsageError,
+)
 from tenuto.events import Committed, Event, Removed, SaveFailedEvent, SaveSkipped
 
 ALL = keep.latest(100)
@@ -71,7 +81,7 @@ def test_save_outside_a_step_captures_at_once_and_only_once(place: Path) -> None
     ckpt = tenuto.Checkpointer(place, one, save=every(steps=100), keep=ALL)
     first = ckpt.save(wait=True)
     assert first.committed and first.step == 0
-    with pytest.warns(RuntimeWarning, match="step_done"):
+    with pytest.warns(TenutoWarning, match="step_done"):
         assert ckpt.save() is first
     ckpt.step_done()
     assert ckpt.save(wait=True).step == 1
@@ -85,7 +95,7 @@ def test_saving_before_restoring_is_refused_where_it_would_hide_checkpoints(plac
         with pytest.raises(UsageError, match="nothing was restored"):
             ckpt.save()
         ckpt.restore()
-        with pytest.warns(RuntimeWarning, match="no step was completed"):
+        with pytest.warns(TenutoWarning, match="no step was completed"):
             assert ckpt.save().step == 7
     with tenuto.Checkpointer(place, state(), resume_from=None, keep=ALL) as ckpt:
         assert ckpt.save(wait=True).step == 0
@@ -112,7 +122,7 @@ def test_a_metric_that_is_no_number_is_refused(place: Path) -> None:
 
 
 def test_a_metric_that_keep_judges_by_and_nothing_logs_is_told(place: Path) -> None:
-    with pytest.warns(RuntimeWarning, match="'val_loss', which nothing has logged"):
+    with pytest.warns(TenutoWarning, match="'val_loss', which nothing has logged"):
         with tenuto.Checkpointer(place, state(), save=every(steps=1), keep=keep.best(1, "val_loss")) as ckpt:
             list(ckpt.steps(2))
     assert steps_of(place) == [2, 1], "until it is logged, all are kept"
@@ -146,7 +156,7 @@ def test_a_save_that_is_due_while_one_is_in_flight_is_skipped_but_not_the_last(g
 def test_a_failed_save_warns_and_is_freed_and_the_next_one_counts(gate: Gate, place: Path) -> None:
     sink = Recorded()
     gate.failure, gate.failures = StoreError("the disk is on fire"), 1
-    with pytest.warns(RuntimeWarning, match="on fire"):
+    with said("on fire"):
         with tenuto.Checkpointer(gate, state(), save=every(steps=1), keep=ALL, sinks=[sink]) as ckpt:
             for _ in ckpt.steps(3):
                 ckpt.wait() if ckpt.step > 1 else None
@@ -158,7 +168,7 @@ def test_a_failed_save_warns_and_is_freed_and_the_next_one_counts(gate: Gate, pl
 
 def test_a_failed_save_raises_at_the_next_call_where_that_is_wanted(gate: Gate) -> None:
     gate.failure, gate.failures = StoreError("the disk is on fire"), -1
-    with pytest.warns(RuntimeWarning), pytest.raises(SaveFailed, match="on fire"):
+    with said("on fire"), pytest.raises(SaveFailed, match="on fire"):
         with tenuto.Checkpointer(gate, state(), save=every(steps=1), on_error="raise", keep=ALL) as ckpt:
             for _ in ckpt.steps(3):
                 ckpt._training.saving.saver.join(30)
@@ -167,7 +177,7 @@ def test_a_failed_save_raises_at_the_next_call_where_that_is_wanted(gate: Gate) 
 def test_waiting_raises_whatever_on_error_says(gate: Gate) -> None:
     gate.failure, gate.failures = StoreError("the disk is on fire"), -1
     ckpt = tenuto.Checkpointer(gate, state(), keep=ALL)
-    with pytest.warns(RuntimeWarning), pytest.raises(SaveFailed, match="on fire"):
+    with said("on fire"), pytest.raises(SaveFailed, match="on fire"):
         ckpt.save(wait=True)
     ckpt.close()
 
@@ -293,5 +303,5 @@ def test_a_close_on_the_way_out_of_an_error_does_not_hide_it(place: Path) -> Non
         finally:
             ckpt.close()
 
-    with pytest.raises(ZeroDivisionError), pytest.warns(RuntimeWarning, match="left incomplete"):
+    with pytest.raises(ZeroDivisionError), pytest.warns(TenutoWarning, match="left incomplete"):
         steps()

@@ -26,7 +26,7 @@ from tenuto.store.registry import open_store
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only"),
-    pytest.mark.filterwarnings("ignore:tenuto. the save of:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:the save of:tenuto.TenutoWarning"),
 ]
 
 

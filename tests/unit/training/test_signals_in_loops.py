@@ -18,6 +18,7 @@ from support.tiny_training import Gate, state, steps_of, train
 from tenuto import on
 from tenuto.concurrency.worker_threads import BackgroundWork, background_threads
 from tenuto.engine.save import handle
+from tenuto.errors import TenutoWarning
 from tenuto.policy.save import Moment, SaveHistory, SavePolicy
 from tenuto.training import exit_status, training_session
 from tenuto.training.preemption import Preempted, SignalWatch
@@ -190,7 +191,7 @@ def test_a_metric_that_comes_while_averaged_weights_are_swapped_in_does_not_save
         ckpt.step_done()
         if swapped:
             swap(one)
-            with pytest.warns(RuntimeWarning, match="step 1 is not saved, though"):
+            with pytest.warns(TenutoWarning, match="step 1 is not saved, though"):
                 ckpt.log(val_loss=0.5)
             grow(one)
             ckpt.step_done()

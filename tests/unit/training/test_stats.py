@@ -13,6 +13,7 @@ import pytest
 
 import tenuto
 from support.memory_training import shared_memory
+from support.said import said
 from support.tiny_training import Gate, state, train
 from tenuto import every, keep, on
 from tenuto.engine.memory_tier.tier import MemoryTier
@@ -126,7 +127,7 @@ def test_what_has_to_wait_for_the_save_before_is_counted_and_told(
 
 def test_what_fails_is_counted(gate: Gate, place: Path) -> None:
     gate.failure, gate.failures = StoreError("the disk is on fire"), 1
-    with pytest.warns(RuntimeWarning, match="on fire"):
+    with said("on fire"):
         with tenuto.Checkpointer(gate, state(), save=every(steps=1), keep=ALL) as ckpt:
             for step in ckpt.steps(2):
                 if step == 1:

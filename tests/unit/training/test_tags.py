@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.said import said
 from support.tiny_training import Gate, state, steps_of, train
 from tenuto import every, keep, on
 from tenuto.errors import CheckpointNotFound, StoreFull, UsageError
@@ -81,7 +82,7 @@ def test_resume_from_a_tag_and_a_fork_from_another_runs(place: Path) -> None:
 def test_a_tag_on_another_runs_checkpoint_moves_with_a_warning(place: Path) -> None:
     tenuto.save(state(), place, run="a", step=1)
     tenuto.Repository(place).tag("shared", run="a")
-    with pytest.warns(RuntimeWarning, match="'shared' has moved from a/a0001/1 of another run"):
+    with said("'shared' has moved from a/a0001/1 of another run"):
         with tenuto.Checkpointer(place, state(), run="b") as ckpt:
             for _ in ckpt.steps(1):
                 ckpt.log(tag="shared")
@@ -90,7 +91,7 @@ def test_a_tag_on_another_runs_checkpoint_moves_with_a_warning(place: Path) -> N
 
 def test_a_save_that_failed_is_not_tagged_and_says_so(gate: Gate, place: Path) -> None:
     gate.failure, gate.failures = StoreFull("full"), -1
-    with pytest.warns(RuntimeWarning, match="was not saved, and so not tagged best"):
+    with said("was not saved, and so not tagged best"):
         with tenuto.Checkpointer(gate, state(), save=on.signal()) as ckpt:
             for step in ckpt.steps(2):
                 if step == 0:

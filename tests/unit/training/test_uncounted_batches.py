@@ -14,7 +14,7 @@ import pytest
 import tenuto
 from support.tiny_training import place, state, train
 from tenuto import every
-from tenuto.errors import UsageError
+from tenuto.errors import TenutoWarning, UsageError
 
 __all__ = ["place"]
 
@@ -29,7 +29,7 @@ def certificates(place: Path) -> list[bool]:
 
 def test_steps_that_take_their_batches_elsewhere_are_told_until_one_comes_from_the_data(place: Path) -> None:
     one = state()
-    with pytest.warns(RuntimeWarning, match=r"nothing counts them") as told:
+    with pytest.warns(TenutoWarning, match=r"nothing counts them") as told:
         with tenuto.Checkpointer(place, one, data=BATCHES, save=every(steps=1), keep=tenuto.keep.latest(9)) as ckpt:
             for step in ckpt.steps(4):
                 train(one, BATCHES[step] if step < 2 else next(ckpt.batches))
@@ -53,7 +53,7 @@ def test_a_loop_of_ones_own_behind_one_of_ours_is_told(place: Path) -> None:
     with tenuto.Checkpointer(place, one, data=BATCHES, save=every(steps=1)) as ckpt:
         for _ in ckpt.steps(2):
             train(one, next(ckpt.batches))
-        with pytest.warns(RuntimeWarning, match="nothing counts them"):
+        with pytest.warns(TenutoWarning, match="nothing counts them"):
             train(one, BATCHES[2])
             ckpt.step_done()
     assert certificates(place) == [True, True, False]

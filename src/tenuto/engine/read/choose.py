@@ -6,7 +6,6 @@ Reading needs read permission only: it writes nothing and claims nothing.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from tenuto.codec.chunk_map import Span
 from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.engine.read.leaf_reader import read_leaves
 from tenuto.errors import CheckpointNotFound, CorruptionError, NothingRestorable, StoreError, in_words, typed
-from tenuto.events import CandidateSkipped, Emitter, RestoredEvent, Warned
+from tenuto.events import CandidateSkipped, Emitter, RestoredEvent, Warned, warn
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json, Manifest
@@ -113,11 +112,9 @@ def warn_of_skipped(url: str, skipped: Sequence[Skipped], taken: CheckpointId | 
         (id, reason), more = skipped[0], len(skipped) - 1
         others = f", as {more} more are" if more else ""
         instead = "nothing is left to restore" if taken is None else f"{taken} is taken instead"
-        warnings.warn(
-            f"tenuto: {id} cannot be restored and is passed over{others} ({reason}); {instead}; "
-            f"`{typed('tenuto', 'verify', url, '--run', id.run)}` names what is damaged there",
-            RuntimeWarning,
-            stacklevel=3,
+        warn(
+            f"{id} cannot be restored and is passed over{others} ({reason}); {instead}; "
+            f"`{typed('tenuto', 'verify', url, '--run', id.run)}` names what is damaged there"
         )
 
 

@@ -14,7 +14,6 @@ import mmap
 import os
 import re
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -26,6 +25,7 @@ import numpy as np
 from tenuto.engine.staging import slots
 from tenuto.engine.staging.slots import Slot, SlotTable
 from tenuto.errors import UsageError
+from tenuto.events import warn
 from tenuto.model.ids import run_key
 from tenuto.repo.format.safetensors import ALIGNMENT
 
@@ -245,8 +245,7 @@ def _give_back(slot: Slot | None, owner: int) -> bool:
             finally:
                 _table.give_back(slot)
         except OSError as error:
-            message = f"an image's file stays in shared memory until the next start frees it: {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warn(f"an image's file stays in shared memory until the next start frees it: {error}")
     return True
 
 

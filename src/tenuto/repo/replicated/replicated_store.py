@@ -8,13 +8,13 @@ these places after the home has it: all places of a repository, copied into one 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreDenied, StoreError, UsageError, in_words
+from tenuto.events import warn
 from tenuto.model import canonical_json
 from tenuto.model.records import Receipt
 from tenuto.repo.format import object_names
@@ -55,10 +55,6 @@ class Placement:
     acknowledged: int
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
-
-
 class ReplicatedStore:
     """A Store over `home` and `packs_in`.
 
@@ -92,7 +88,7 @@ class ReplicatedStore:
         self.node = node
         self.of = of
         self.declared = ReplicationConfig(per_node, copies, len(self.packs_in))
-        self.report: Callable[[str], None] = _warn
+        self.report: Callable[[str], None] = warn
         self.unreachable: Callable[[], Sequence[UnreachableReplica]] = tuple
         self.mirrors: Sequence[Store] = ()
         """Those of `found_members` that are no node's own."""

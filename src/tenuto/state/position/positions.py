@@ -11,7 +11,6 @@ value's type and loaded only then.
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from itertools import islice
 from typing import Any, Final, Protocol, cast
 
 from tenuto.errors import CorruptionError, StateError, StateMismatch, TenutoError, UsageError
+from tenuto.events import warn
 from tenuto.model.records import Json
 from tenuto.state.frameworks import positions_of
 
@@ -346,7 +346,7 @@ class CountedPosition:
         """Records why the resume is not exact, and warns once per reason."""
         if reason not in self._added_reasons:
             self._added_reasons += (reason,)
-            warnings.warn(f"the data does not resume exactly: {reason}", RuntimeWarning, stacklevel=4)
+            warn(f"the data does not resume exactly: {reason}")
 
 
 class StatefulPosition(CountedPosition):
@@ -442,7 +442,7 @@ class RestartingPosition(CountedPosition):
             )
         if start and not self._warned:
             self._warned = True
-            warnings.warn(self._fixed_reasons[0], RuntimeWarning, stacklevel=3)
+            warn(self._fixed_reasons[0])
         counted = self._counted(epoch, batches, 0)
         self._given = self._current
         return counted

@@ -14,7 +14,7 @@ import pytest
 from tenuto.engine.staging import arena, slots
 from tenuto.engine.staging import arena as arena_module
 from tenuto.engine.staging.arena import Arena, acquire
-from tenuto.errors import UsageError
+from tenuto.errors import TenutoWarning, UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="arenas lie in shared memory on Linux only")
 
@@ -472,7 +472,7 @@ def test_a_file_that_cannot_be_removed_is_told_and_ends_nothing(take, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
-        with pytest.warns(RuntimeWarning, match="stays in shared memory until the next start frees it: .*not yours"):
+        with pytest.warns(TenutoWarning, match="stays in shared memory until the next start frees it: .*not yours"):
             found.release()
     assert len(found.buffer) == 0
     assert take().kind == "shared memory", "the slot is free, and the file left behind is replaced"

@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tenuto
 from tenuto import every
+from tenuto.errors import TenutoWarning
 from tenuto.state.position.positions import attach
 
 
@@ -144,7 +145,7 @@ def test_what_counts_batches_begins_the_epoch_again_where_they_are_of_another_si
     for _ in range(10):
         next(batches)
     resumed = attach(make(8))
-    with pytest.warns(RuntimeWarning, match="the batch size is 8, not 4 as saved.* the epoch begins again"):
+    with pytest.warns(TenutoWarning, match="the batch size is 8, not 4 as saved.* the epoch begins again"):
         resumed.load_state_dict(position.state_dict())
     assert not resumed.exact and resumed.resumes_after(0, 10) == 0
     assert resumed.state_dict()["delivered"] == 0
@@ -156,7 +157,7 @@ def test_a_stream_goes_on_from_its_sample_in_batches_of_another_size_and_says_so
     position = attach(loader(Stream(), batch_size=4))
     next(position.iterate(0, 0))
     resumed = attach(loader(Stream(), batch_size=8))
-    with pytest.warns(RuntimeWarning, match="the batch size is 8, not 4 as saved"):
+    with pytest.warns(TenutoWarning, match="the batch size is 8, not 4 as saved"):
         resumed.load_state_dict(position.state_dict())
     assert next(resumed.iterate(0, resumed.resumes_after(0, 1))).tolist() == list(range(4, 12))
 
@@ -192,6 +193,6 @@ def test_other_data_is_said(make: Callable[[int], Any]) -> None:
     position = attach(make(4))
     next(position.iterate(0, 0))
     resumed = attach(make(4))
-    with pytest.warns(RuntimeWarning, match="the dataset has 64 samples, and had 63"):
+    with pytest.warns(TenutoWarning, match="the dataset has 64 samples, and had 63"):
         resumed.load_state_dict({**position.state_dict(), "samples": 63})
     assert resumed.resumes_after(0, 1) == 1 and not resumed.exact

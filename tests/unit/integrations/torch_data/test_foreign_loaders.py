@@ -16,6 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 import tenuto
 from tenuto import every
+from tenuto.errors import TenutoWarning
 from tenuto.integrations.torch.certificate import certificate
 from tenuto.integrations.torch.data import iteration
 from tenuto.state.position.positions import attach
@@ -78,7 +79,7 @@ def test_a_prepared_loader_is_iterated_and_no_resume_inside_its_epoch_is_certifi
 
     found = train(2)
     assert not found["exact"] and "pass the DataLoader itself" in found["reasons"][0]
-    with pytest.warns(RuntimeWarning, match="an interrupted epoch starts again: Prepared wraps a loader"):
+    with pytest.warns(TenutoWarning, match="an interrupted epoch starts again: Prepared wraps a loader"):
         train(8)
     assert sorted(sample for batch in given[2:] for sample in batch) == list(range(12)), (
         "the epoch that was begun again is given whole"

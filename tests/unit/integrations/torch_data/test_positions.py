@@ -25,7 +25,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tenuto.errors import StateMismatch
+from tenuto.errors import StateMismatch, TenutoWarning
 from tenuto.integrations.torch.data.replay import ReplayPosition
 from tenuto.integrations.torch.data.sampler import ResumableSampler
 from tenuto.integrations.torch.data.stateful import StatefulLoaderPosition
@@ -297,11 +297,11 @@ def test_workers_that_are_kept_now_or_no_longer_change_nothing_in_the_epoch(
     saved = whole.save()
     for _ in range(3):
         whole.step()
-    with pytest.warns(RuntimeWarning, match="persistent_workers is another"):
+    with pytest.warns(TenutoWarning, match="persistent_workers is another"):
         resumed = Training.resume(lambda: with_workers(now[0], keep=now[1]), saved, iterator_first=True)
     assert not resumed.position.exact
     resumed.step()
-    with pytest.warns(RuntimeWarning, match="persistent_workers is another"):
+    with pytest.warns(TenutoWarning, match="persistent_workers is another"):
         back = Training.resume(lambda: with_workers(before[0], keep=before[1]), resumed.save(), iterator_first=True)
     back.step(), back.step()
     assert resumed.seen + back.seen == whole.seen[steps:]
@@ -462,7 +462,7 @@ def test_a_stream_without_state_starts_its_epoch_again_and_says_so() -> None:
     training.step()
     assert not training.position.exact
     assert training.position.batches_per_epoch is None
-    with pytest.warns(RuntimeWarning, match="Stream is an IterableDataset without state_dict"):
+    with pytest.warns(TenutoWarning, match="Stream is an IterableDataset without state_dict"):
         resumed = Training.resume(lambda: DataLoader(Stream(), batch_size=4), training.save(), iterator_first=True)
     resumed.step()
     assert resumed.seen[0][1] == training.seen[0][1]
@@ -500,7 +500,7 @@ def test_an_unknown_sampler_is_replayed_and_named() -> None:
 def test_another_kind_of_source_is_refused_in_words() -> None:
     _, position = script(IN_PROCESS["shuffled"])
     _, other = script(STATEFUL["in process"])
-    with pytest.warns(RuntimeWarning, match="another kind of source"):
+    with pytest.warns(TenutoWarning, match="another kind of source"):
         position.load_state_dict(other.state_dict())
     assert not position.exact
 
@@ -561,7 +561,7 @@ def test_another_order_is_told(before: Make, now: Make, said: str, taken: int) -
     for _ in range(taken):
         next(batches, None)
     resumed = attach(now())
-    with pytest.warns(RuntimeWarning, match=said):
+    with pytest.warns(TenutoWarning, match=said):
         resumed.load_state_dict(copy.deepcopy(position.state_dict()))
     assert not resumed.exact
     same = attach(before())
@@ -590,7 +590,7 @@ def test_another_batch_size_goes_on_from_the_same_sample() -> None:
     training = Training(lambda: DataLoader(Numbers(), batch_size=4, shuffle=True))
     for _ in range(2):
         training.step()
-    with pytest.warns(RuntimeWarning, match="batch size"):
+    with pytest.warns(TenutoWarning, match="batch size"):
         resumed = Training.resume(
             lambda: DataLoader(Numbers(), batch_size=2, shuffle=True), training.save(), iterator_first=True
         )
@@ -601,7 +601,7 @@ def test_another_batch_size_goes_on_from_the_same_sample() -> None:
 
 def test_a_checkpoint_without_a_position_says_that_the_order_is_new() -> None:
     _, position = script(IN_PROCESS["shuffled"])
-    with pytest.warns(RuntimeWarning, match="no position"):
+    with pytest.warns(TenutoWarning, match="no position"):
         rest = list(position.iterate(0, 4))
     assert len(rest) == 2
 
@@ -644,7 +644,7 @@ def test_a_loader_that_cannot_be_positioned_starts_again_and_says_so() -> None:
     training.step()
     training.step()
     assert "Elsewhere" in training.position.reasons[0]
-    with pytest.warns(RuntimeWarning, match="elsewhere than its sampler"):
+    with pytest.warns(TenutoWarning, match="elsewhere than its sampler"):
         resumed = Training.resume(lambda: Elsewhere(Numbers(), batch_size=4), training.save(), iterator_first=True)
     assert resumed.position.state_dict()["delivered"] == 0
     resumed.step()
@@ -720,6 +720,6 @@ def test_a_batch_that_could_not_be_loaded_makes_the_position_inexact_once_traini
     with pytest.raises(error):
         next(batches)
     assert position.exact
-    with pytest.warns(RuntimeWarning, match="could not be loaded"):
+    with pytest.warns(TenutoWarning, match="could not be loaded"):
         assert next(batches)[0, 0] == 12
     assert not position.exact

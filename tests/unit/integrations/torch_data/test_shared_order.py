@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tenuto.errors import CorruptionError, UsageError
+from tenuto.errors import CorruptionError, TenutoWarning, UsageError
 from tenuto.integrations.torch.data.sampler import ResumableSampler
 from tenuto.state.position.positions import DataPosition, OrderCursor, WorldSizeChange, attach
 
@@ -409,7 +409,7 @@ def test_what_ranks_do_not_share_is_told_by_name_and_goes_on_inexactly(
     assert position.cursor(1, 3) is None
     assert source in position.elsewhere
     fixed = len(position.reasons)
-    with pytest.warns(RuntimeWarning, match=f"{source} was saved by 4 ranks and resumed by 2"):
+    with pytest.warns(TenutoWarning, match=f"{source} was saved by 4 ranks and resumed by 2"):
         assert position.move(WorldSizeChange(4, 2, 0), None, 1, 3) == here
     assert not position.exact and len(position.reasons) == fixed + 1
     with warnings.catch_warnings():
