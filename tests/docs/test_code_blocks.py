@@ -90,17 +90,11 @@ def no_image_of_anybody_elses() -> Iterator[None]:
         yield
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning", "ignore::UserWarning")
 def test_the_code_of_a_page_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
-=======
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning", "ignore::UserWarning")
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
->>>>>>> main
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": path.stem}
     exec(PRELUDES.get(name_of(path), ""), names)
