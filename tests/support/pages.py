@@ -2,8 +2,8 @@
 
 - A `python` block whose first line is `# name.py` is a script: it is written to that file. Any other runs at once; the
   blocks of a page share one namespace. A `text` block directly below is what it prints.
-- In `console` and `sh` blocks `tenuto …` runs in this process, and `python name.py` of a script of the page in one of
-  its own. In a `console` block the lines below a command are what it prints, on stdout and stderr; with none nothing is
+- In `console` and `sh` blocks `python name.py` of a script of the page runs in a process of its own, and so does
+  `tenuto …` below it; without a script that runs in this one. In a `console` block the lines below a command are what it prints, on stdout and stderr; with none nothing is
   compared. A command that fails is one whose status the next line shows: `$ echo $?`.
 
 Numbers, durations, sizes and the widths of columns differ from machine to machine, and are not compared.
@@ -135,9 +135,10 @@ class Page:
             words, rest = words[: words.index("|")], words[words.index("|") + 1 :]
             assert rest[0] in self.not_run, f"{self.at(block)}: not listed in NOT_RUN: {command}"
         assert script or words[0] == "tenuto", f"{self.at(block)}: neither run nor listed in NOT_RUN: {command}"
-        if script:
+        if script or self.scripts:  # what a script left in memory, only another process sees
+            program = words[1:] if script else ["-c", "from tenuto.cli import main; main()", *words[1:]]
             left = subprocess.run(
-                [sys.executable, *words[1:]], cwd=self.directory, env={**os.environ, **ENVIRONMENT, **environment},
+                [sys.executable, *program], cwd=self.directory, env={**os.environ, **ENVIRONMENT, **environment},
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, timeout=120,
                 check=False,
             )  # fmt: skip
