@@ -3,8 +3,9 @@
 - A `python` block whose first line is `# name.py` is a script: it is written to that file. Any other runs at once; the
   blocks of a page share one namespace. A `text` block directly below is what it prints.
 - In `console` and `sh` blocks `python name.py` of a script of the page runs in a process of its own, and so does
-  `tenuto …` below it; without a script that runs in this one. In a `console` block the lines below a command are what it prints, on stdout and stderr; with none nothing is
-  compared. A command that fails is one whose status the next line shows: `$ echo $?`.
+  `tenuto …` from there on; on a page without scripts that runs in this process. In a `console` block the lines below a
+  command are what it prints, on stdout and stderr; with none nothing is compared. A command that fails is one whose
+  status the next line shows: `$ echo $?`.
 
 Numbers, durations, sizes and the widths of columns differ from machine to machine, and are not compared.
 """
