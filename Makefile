@@ -22,10 +22,11 @@ demo: setup
 	$(BIN)/tenuto demo
 
 # One thread of torch's for each of many small processes. Three workers on two cores: much of the time a test waits for processes.
+# A file is one worker's, which sets up its fixtures once; tests/conftest.py says which begin first.
 test test-long: export OMP_NUM_THREADS = 1
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # What takes long and is looked at from another side by `make test` too.
 test-long: setup

@@ -300,7 +300,10 @@ def silent_threads() -> Iterator[None]:
 def crashed(base: DiskImage, opening: tuple[Mark, ...], seed: int, name: str, seeded: Seeded = NOTHING) -> Recording:
     """A successor on a disk that a crash left, of which `opening` tells what must be there: what it does is recorded in
     turn. Raises what the successor meets."""
-    program = Program(seed + 7919, base=base, above=seeded.above, around=seeded.around, processes=Processes(first=1000))
+    # A restart after a restart draws other names: a probe that could not be removed is still there.
+    number = name.count(", restarted")
+    seed += 7919 * number
+    program = Program(seed, base=base, above=seeded.above, around=seeded.around, processes=Processes(first=1000))
     with program.running():
         _goes_on(program)
     return Recording(name, base, program.recorder.log, opening)

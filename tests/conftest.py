@@ -32,7 +32,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Run what takes long, and nothing else.")
 
 
+LONGEST = [
+    "multiprocess/test_ranks_phases.py",
+    "e2e/test_exact_resume.py",
+    "crash/test_signals.py",
+    "e2e/test_resume_ranks.py",
+    "multiprocess/test_rank_kills.py",
+    "multiprocess/test_memory.py",
+    "e2e/test_certify.py",
+    "multiprocess/test_ranks_lost.py",
+    "multiprocess/test_ranks_trouble.py",
+    "e2e/test_kills.py",
+    "multiprocess/test_ranks_trust.py",
+    "snapshots/test_cli.py",
+    "e2e/test_memory.py",
+    "crash/test_rank_crashes.py",
+    "crash/test_crash_states.py",
+    "crash/test_faulty_disk.py",
+    "multiprocess/test_ranks_store.py",
+    "unit/integrations/torch_data/test_positions.py",
+    "e2e/test_certify_ranks.py",
+    "e2e/test_demo.py",
+    "unit/training/test_processes.py",
+    "e2e/test_loops_of_ones_own.py",
+    "multiprocess/test_layouts.py",
+    "e2e/test_memory_neighbours.py",
+    "e2e/test_memory_hostile.py",
+    "mutation/test_run.py",
+    "e2e/test_stateful.py",
+    "property/test_fenced_images.py",
+    "property/test_plan_layouts.py",
+    "multiprocess/test_ranks_fenced.py",
+]
+"""Files of more than some ten seconds, the longest first. They begin first: a worker that began one of them last would
+keep the others waiting."""
+
+
+def turn(item: pytest.Item) -> int:
+    """When its file begins; all others come behind the longest, as they are."""
+    path = item.nodeid.partition("::")[0].removeprefix("tests/")
+    return LONGEST.index(path) if path in LONGEST else len(LONGEST)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=turn)
     wanted = config.getoption("--long")
     if any("::" in word for word in config.args) and not wanted:
         return  # who names a test wants it, however long it takes

@@ -170,11 +170,11 @@ CASES: Final[dict[str, Case]] = {
 }
 
 CONTROLS: Final[dict[str, Case]] = {
-    "a generator outside the state": Case(generator="random.Random", left_out=frozenset({"generator"})),
+    "a generator outside the state": Case(generator="random.Random", ends=stops(4), left_out=frozenset({"generator"})),
     "the data outside the state": Case(left_out=frozenset({"data"})),
     "the optimizer outside the state": Case(left_out=frozenset({"optimizer"})),
     "the scheduler outside the state": Case(left_out=frozenset({"scheduler"})),
-    "the average outside the state": Case(average=parts.moving_average, left_out=frozenset({"average"})),
+    "the average outside the state": Case(average=parts.moving_average, ends=stops(4), left_out=frozenset({"average"})),
     "the gradient scaler outside the state": Case(scaler=True, left_out=frozenset({"scaler"})),
     "a sampler that nobody can put back": Case(data.own_order),
     "gradients kept from one step to the next": Case(keeps_gradients=True, ends=stops(3)),

@@ -129,12 +129,13 @@ def main(arguments: list[str] | None = None) -> int:
             "seconds_each": each,
             "executions": sum(found.executions for found in results),
             "crashes": sum(len(found.crashes) for found in results),
+            "targets_that_never_ran": [found.target for found in results if not found.executions],
             "corpus_kept": sum(1 for path in given.corpus.rglob("*") if path.is_file()),
             "targets": [asdict(found) for found in results],
         }
     )
     deliver(report, given.json)
-    return 1 if report["crashes"] else 0
+    return 1 if report["crashes"] or report["targets_that_never_ran"] else 0
 
 
 if __name__ == "__main__":

@@ -27,6 +27,13 @@ from tenuto.ranks.kv.shared_files import SharedFiles
 from tenuto.training.checkpointer import Checkpointer
 
 PROCESSES: Final = 4
+LOADED: Final = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "tenuto.training.checkpointer",
+]
+"""Imported once, by a server that runs none of it and that the processes are forked from."""
 TIMEOUT_S: Final = 60.0
 ANSWER_S: Final = 180.0
 
@@ -50,7 +57,8 @@ class Processes:
     running: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __enter__(self) -> Processes:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(LOADED)
         self.directory.mkdir(parents=True, exist_ok=True)
         store = self.directory / f"store-{len(list(self.directory.iterdir()))}"
         for rank in range(PROCESSES):

@@ -157,7 +157,8 @@ def _announced_before_the_commit() -> Iterator[None]:
     def at_once(self: GroupCommit, job: Any, *words: Any, **more: Any) -> None:
         round: Any = self._saves[job.save.save_id].put
         if not self.coordinates:
-            round.hear = lambda *_: b'{"bytes":0,"content":"","kind":"go","leaves":0}\n'
+            assert callable(round.receive)
+            round.receive = lambda *_: b'{"bytes":0,"content":"","kind":"go","leaves":0}\n'
         original(self, job, *words, **more)
 
     with mock.patch.object(GroupCommit, "commit", at_once):

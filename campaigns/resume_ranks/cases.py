@@ -112,7 +112,8 @@ CURSOR, DATA, OPTIMIZER, BIT, RANDOM, BUCKETS = (
     "buckets that torch lays anew",
 )
 CONTROLS: Final[dict[str, Case]] = {
-    **{name: Case(WORLDS, INSIDE, wrong=name) for name in (CURSOR, DATA, OPTIMIZER, BIT, RANDOM)},
+    **{name: Case((3, 2), (End(3),), wrong=name) for name in (CURSOR, BIT)},
+    **{name: Case(WORLDS, INSIDE, wrong=name) for name in (DATA, OPTIMIZER, RANDOM)},
     f"{CURSOR}, fsdp2": Case(WORLDS, INSIDE, "fsdp2", wrong=CURSOR),
     BUCKETS: Case((4, 4, 4), INSIDE, wrong=BUCKETS),
     "another step than the last": Case((2, 2), (End(3),), wrong="another step than the last"),

@@ -205,7 +205,7 @@ BUGS: tuple[Bug, ...] = (
         "an old line's higher steps push out the newer line",
         _method(Latest, "judge", _latest_by_step),
     ),
-    Bug("nan is best", "a diverged checkpoint is kept as the best", _method(Best, "_ranked", _nan_wins)),
+    Bug("nan is best", "a diverged checkpoint is kept as the best", _method(Best, "ranked", _nan_wins)),
     Bug(
         "modes mixed up",
         "the worst is kept as the best",

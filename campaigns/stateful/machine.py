@@ -60,7 +60,8 @@ class Product(OperatorRules):
             return
         if wanted is None and list(self.model.walk(run)) and not whole:
             return  # nothing restorable: judged after every step
-        if wanted is None and not list(self.model.walk(run)) and self.model.of_run(run):
+        copies = any(place.startswith(f"runs/{run}/") for place in self.model.copies)
+        if wanted is None and not list(self.model.walk(run)) and (self.model.of_run(run) or copies):
             return  # the line of training lost its beginning: it is never started from scratch silently
         start_afresh = fresh and back == 2 and wanted is None
         counted["resume from a step" if wanted else "resume afresh" if start_afresh else "resume"] += 1

@@ -52,7 +52,9 @@ resume inexact. What happens to saves and checkpoints is an event instead (`tenu
 
 from __future__ import annotations
 
+import difflib
 import shlex
+from collections.abc import Iterable
 
 
 class TenutoError(Exception):
@@ -82,6 +84,22 @@ def in_words(error: BaseException) -> str:
 def typed(*words: object) -> str:
     """A command as a hint gives it: each word one word for a shell, whatever is in it."""
     return shlex.join(map(str, words))
+
+
+def nearest(name: str, names: Iterable[str], most: int = 3) -> list[str]:
+    """Returns the names that `name` was most likely meant to be, the likeliest first: those that end in it, then those
+    spelled alike."""
+    there = list(dict.fromkeys(names))
+    ending = [one for one in there if one.endswith((f"/{name}", f".{name}"))] if name else []
+    by_lower = {one.lower(): one for one in reversed(there)}
+    alike = [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=most)]
+    return list(dict.fromkeys([*ending, *alike]))[:most]
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str | None:
+    """Returns a hint that names the nearest of `names`; None if none is near."""
+    near = [repr(one) for one in nearest(name, names)]
+    return f"did you mean {' or '.join([', '.join(near[:-1]), near[-1]] if len(near) > 1 else near)}?" if near else None
 
 
 def install(extra: str) -> str:

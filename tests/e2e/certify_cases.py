@@ -1,11 +1,12 @@
-"""Every training of `certify_scripts`, certified. Run as a program; prints what was found of each, as JSON.
+"""Every training of one of `certify_scripts`, certified: `certify_cases.py SCRIPT` prints what was found, as JSON.
 
-The scripts are forked from this process, which has imported torch and run none of it: four starts of Python and torch
-for each of them would take minutes.
+The scripts are forked from this process, which has imported what they need and run none of it: four starts of Python,
+and of torch, for each of them would take minutes.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -98,24 +99,17 @@ def outcome(script: str, name: str, place: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    import torch
-    import torch_training
-    import training
+    script = sys.argv[1]
+    if script == "torch_training":
+        import torch
 
-    torch.set_num_threads(1)
-    load_framework()
-    chosen = sys.argv[1:]
-    cases = [("training", name) for name in training.CASES] + [
-        ("torch_training", name) for name in torch_training.CASES
-    ]
+        torch.set_num_threads(1)
+        load_framework()
+    cases = importlib.import_module(script).CASES
     # In memory where that is possible: nothing here is about a disk, and every save waits for it.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="tenuto-certify-cases-", dir=memory) as place:
-        found = {
-            f"{script}.{name}": outcome(script, name, Path(place) / f"{script}-{name}")
-            for script, name in cases
-            if not chosen or name in chosen
-        }
+        found = {f"{script}.{name}": outcome(script, name, Path(place) / name) for name in cases}
     json.dump(found, sys.stdout, indent=1)
 
 

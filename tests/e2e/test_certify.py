@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from support import loaded_interpreter
+
 SCRIPTS = Path(__file__).with_name("certify_scripts")
 CASES = Path(__file__).with_name("certify_cases.py")
 UNINTERRUPTED, KILLED, RESUMED = [0, 9, False], [0, 4, True], [3, 9, False]
@@ -20,9 +22,11 @@ UNINTERRUPTED, KILLED, RESUMED = [0, 9, False], [0, 4, True], [3, 9, False]
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, Any]]:
-    done = subprocess.run([sys.executable, str(CASES)], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    found: dict[str, dict[str, Any]] = {}
+    for script in ("training", "torch_training"):
+        done = loaded_interpreter.run([str(CASES), script], torch=script == "torch_training", timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found |= json.loads(done.stdout)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from support import loaded_interpreter
+
 SCRIPT = Path(__file__).parents[2] / "examples/train_gpt.py"
 
 
 def tenuto(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from tenuto.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200)
+    return loaded_interpreter.run(["-c", code, *arguments], torch=True, timeout=200)
 
 
 def assert_nothing_sealed_is_lost(kept: Path, lost: list[int]) -> None:
@@ -75,10 +76,8 @@ def test_without_shared_memory_the_demo_says_so_and_comes_back_from_disk(tmp_pat
 
 def test_the_script_to_take_home_goes_on_where_it_was(tmp_path: Path) -> None:
     def run(steps: int) -> str:
-        command = [sys.executable, str(SCRIPT), str(tmp_path), "--steps", str(steps), "--save-every", "2"]
-        # One thread: on a busy machine two would spend their time waiting for each other.
-        one = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=one)
+        words = [str(SCRIPT), str(tmp_path), "--steps", str(steps), "--save-every", "2"]
+        done = loaded_interpreter.run(words, torch=True, timeout=200)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

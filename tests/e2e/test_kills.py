@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support import loaded_interpreter
+
 
 def run(*arguments: str, timeout: float) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=timeout)
+    done = loaded_interpreter.run(["-m", *arguments], torch=True, timeout=timeout)
     return done.returncode, done.stdout, done.stderr
 
 

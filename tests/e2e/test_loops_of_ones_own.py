@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support import loaded_interpreter
 
 SCRIPT = """
 import json, os, signal, sys, warnings
@@ -119,7 +119,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
 
 
 def _run(script: Path, part: str, status: int) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, str(script), str(script.parent), part], capture_output=True, text=True)
+    done = loaded_interpreter.run([str(script), str(script.parent), part], torch=True, timeout=240)
     assert done.returncode == status, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -15,7 +15,7 @@ import torch
 import tenuto
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TESTED = {"plain_loop", "epochs", "owned_loop", "save_once", "read_slices", "numpy_only", "train_gpt"}
+TESTED = {"plain_loop", "epochs", "owned_loop", "save_once", "inference", "read_slices", "numpy_only", "train_gpt"}
 OF_RANKS = {"ranks_ddp", "ranks_fsdp2", "ranks_tp_fsdp2"}
 """Run by tests/multiprocess."""
 
@@ -69,6 +69,20 @@ def test_a_loop_that_somebody_else_owns(tmp_path: Path) -> None:
     resumed = train(str(tmp_path / "parts"))
     assert resumed.global_step == 40
     assert torch.equal(resumed.model.weight, whole.model.weight)
+
+
+def test_the_best_model_of_a_training_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, weights = torch.nn.Linear(8, 2), []
+    with tenuto.Checkpointer(tmp_path / "c", {"model": model, "epoch": 0}, save=tenuto.every(steps=1)) as ckpt:
+        for step in ckpt.steps(3):
+            with torch.no_grad():
+                model.weight += 1
+            weights.append(model.weight.detach().clone())
+            ckpt.log(val_loss=[3.0, 1.0, 2.0][step])
+    x = torch.ones(1, 8)
+    found = example("inference").predict(str(tmp_path / "c"), x)
+    assert torch.equal(found, torch.nn.functional.linear(x, weights[1], model.bias))
+    assert capsys.readouterr().out == "step 2: {'val_loss': 1.0}\n"
 
 
 def test_save_once_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

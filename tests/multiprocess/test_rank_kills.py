@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from campaigns.rank_kills.campaign import Tally, _knew, campaign, summary
 from campaigns.rank_kills.kinds import Judged, OfNumbers
 from campaigns.rank_kills.processes import Death, Ended, Plan
 from campaigns.rank_kills.torch_training import CONTROLS, differences, lines
+from support import loaded_interpreter
 
 TIMEOUT_S = 600
 
@@ -25,7 +24,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A few kills, in an interpreter that has run nothing of torch."""
     out = tmp_path_factory.mktemp("kills") / "out.json"
     words = ["--training", "torch", "--kills", "2", "--torch-steps", "8", "--seed", "5", "--json", str(out)]
-    done = subprocess.run([sys.executable, "-m", MODULE, *words], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = loaded_interpreter.run(["-m", MODULE, *words], torch=True, timeout=TIMEOUT_S)
     assert out.exists(), done.stderr[-3000:]
     found: dict[str, Any] = json.loads(out.read_text())
     assert done.returncode == 0, found

@@ -18,19 +18,16 @@ from tenuto.engine.group.group import session_settings
 from tenuto.ranks.contract import Settings
 
 FEW = (
-    Cell("server", "choose", "SIGKILL"),
     Cell("server", "write", "SIGSTOP"),
     Cell("server", "train", "SIGKILL"),
     Cell("directory", "plan", "gone"),
     Cell("directory", "vote", "hung"),
     Cell("directory", "ready", "emptied"),
-    Cell(0, "choose", "SIGSTOP"),
     Cell(2, "claim", "SIGKILL"),
     Cell(0, "vote", "SIGSTOP", serves=True),
     Cell(2, "memory", "SIGKILL", serves=True),
     Cell(0, "exit", "SIGKILL"),
     Cut("vote", whole=True),
-    Cut("vote", whole=False, nth=2),
     Cut("begin", whole=True, nth=2),
     Cut("announce", whole=False),
 )

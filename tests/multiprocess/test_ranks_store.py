@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import tenuto
+from support.loaded_interpreter import Program
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
@@ -78,15 +79,20 @@ def test_the_first_rank_dies_and_the_store_with_it(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
-    commands = [([sys.executable, str(PROGRAM), str(tmp_path)], {**shared, "RANK": str(rank)}) for rank in range(3)]
-    with running(tmp_path, commands) as processes:
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environments = [{**os.environ, **shared, "RANK": str(rank)} for rank in range(3)]
+    ranks = [Program([str(PROGRAM), str(tmp_path)], torch=True, env=one) for one in environments]
+    try:
         until(lambda: commits(tmp_path))
-        processes[0].send_signal(signal.SIGKILL)
+        ranks[0].kill()
         for rank in (1, 2):
             found = said(tmp_path, rank)
             assert found["behind"] == "RankStoreLost", found
             assert found["ranks"] == [0] and "rank 0 serves it" in found["message"] and found["phase"], found
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
     tenuto.load(tmp_path / "checkpoints")
 
 

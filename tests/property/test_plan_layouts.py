@@ -18,7 +18,7 @@ from tenuto.sharding.reshard import BoxColumns, Reshard, intersect, pieces, resh
 from tenuto.sharding.slices import blocks
 from tenuto.sharding.write_plan import assign, written
 
-many = settings(derandomize=True, deadline=None, max_examples=100)
+many = settings(derandomize=True, deadline=None, max_examples=50)
 HOW: dict[str, dict[str, Any]] = {
     "balanced": {"chunk_bytes": 2},
     "layer": {},
@@ -219,7 +219,7 @@ def any_boxes(draw: st.DrawFn, groups: int, axes: int, extent: int) -> BoxColumn
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 9, 40]))
 def test_all_pairs_that_meet_are_found(data: st.DataObject, groups: int, axes: int, extent: int) -> None:
     """Also of boxes that overlap, as no layout's do."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from support import loaded_interpreter
+
 
 def reported(module: str, cases: Sequence[str], out: Path, timeout: float) -> dict[str, Any]:
     """What the campaign writes of these cases, after it has said by its exit status that all is as it has to be."""
-    command = [sys.executable, "-m", module, "--json", str(out), "--cases", *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    done = loaded_interpreter.run(["-m", module, "--json", str(out), "--cases", *cases], torch=True, timeout=timeout)
     assert out.exists(), done.stderr[-3000:]
     found: dict[str, Any] = json.loads(out.read_text())
     assert done.returncode == 0, found

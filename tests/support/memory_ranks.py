@@ -152,7 +152,7 @@ def live(
     where: Path,
     ranks: int = 2,
     *,
-    steps: int = 40,
+    steps: int = 20,
     ends: dict[int, Ends] | None = None,
     roots: Sequence[Path] | None = None,
     before: Callable[[int], None] | None = None,

@@ -114,13 +114,13 @@ def a_forked_child_that_saves(place: Path, patch: pytest.MonkeyPatch) -> object:
 
 @case(errors.MissingExtra, "needs torch", r"pip install '\.\[torch\]'")
 def a_pt_file_without_torch(place: Path, patch: pytest.MonkeyPatch) -> object:
-    from tenuto.cli.commands.restore import restore
+    from tenuto.cli.commands.export import export
 
     tenuto.save(state(), place)
     for name in [name for name in sys.modules if name.startswith("tenuto.integrations.torch")]:
         patch.delitem(sys.modules, name)  # what another test may have loaded with torch
     patch.setitem(sys.modules, "torch", None)
-    return restore(str(place), place.parent / "out.pt")
+    return export(None, str(place), place.parent / "out.pt")  # type: ignore[arg-type]
 
 
 @case(errors.UnsupportedPlatform, "win32|Windows", "")

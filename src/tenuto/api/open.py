@@ -14,12 +14,22 @@ from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.outline import Outline, read_outline
 from tenuto.engine.read.sharded_reader import ShardedReader
 from tenuto.engine.read.sharded_view import ShardedLazyReader, ShardedOutline
-from tenuto.errors import CheckpointNotFound, LeafNotFound, MissingExtra, StateError, UsageError, install, typed
+from tenuto.errors import (
+    CheckpointNotFound,
+    LeafNotFound,
+    MissingExtra,
+    StateError,
+    UsageError,
+    did_you_mean,
+    install,
+    typed,
+)
 from tenuto.events import Emitter, Sink
 from tenuto.model.ids import CheckpointId, attempt_key
 from tenuto.model.leaf import LeafSpec, dtype
 from tenuto.model.records import Json
 from tenuto.repo.lineage import resolve
+from tenuto.repo.notes import noted_metrics
 from tenuto.repo.repository import Repo
 from tenuto.sharding.slices import Region, region
 from tenuto.state import frameworks
@@ -222,8 +232,8 @@ class Opened(Mapping[str, Leaf]):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics logged with the step."""
-        return self._manifest.metrics
+        """The metrics logged with the step, and those noted for it later."""
+        return {**self._manifest.metrics, **noted_metrics(self._repo, self._manifest.id)}
 
     @property
     def progress(self) -> Mapping[str, Json]:
@@ -320,7 +330,8 @@ class Opened(Mapping[str, Leaf]):
             message = f"{self.id} has nothing at {path!r}"
             step = f"{attempt_key(self.id.attempt)}/{self.step}"
             show = typed("tenuto", "show", self._repo.url, "--run", self.run, "--step", step)
-            hint = f"{show} lists what there is"
+            near = did_you_mean(path, [*self, *self.plain_paths()]) if isinstance(path, str) else None
+            hint = f"{near or ''} {show} lists what there is".strip()
             if self.ranks > 1 and isinstance(path, str) and path.startswith(PRIVATE):
                 hint = f"name a rank: tenuto.open(…, rank=0), tenuto show … --rank 0; {self.ranks} have saved it"
         elif parts := leaves_below(node, path):

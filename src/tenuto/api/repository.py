@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from tenuto.engine.read.choose import Checkpoint
-from tenuto.errors import CheckpointNotFound, typed
+from tenuto.errors import CheckpointNotFound, did_you_mean, typed
 from tenuto.events import Emitter, Sink
-from tenuto.maintenance.facts import with_notes
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Manifest, Note
+from tenuto.policy.numbers import metric_name, min_or_max
+from tenuto.repo.best import BestSelector, Mode
 from tenuto.repo.lineage import latest, resolve, walk
-from tenuto.repo.notes import notes
+from tenuto.repo.notes import notes, with_notes
 from tenuto.repo.refs import check_tag, clear_ref, find_tag, is_damaged, is_name, list_tags, put_ref
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Where
@@ -59,6 +60,18 @@ class Repository:
         """Returns the checkpoint of a step or a tag. RunNotFound and CheckpointNotFound name what there is instead."""
         return resolve(self.repo, run, step)
 
+    def best(self, metric: str, *, mode: Mode | None = None, run: str = "main") -> CheckpointId:
+        """Returns the checkpoint with the lowest (`mode="min"`) or highest ("max") `metric`, logged with its step or
+        noted later, as `load(step="best:…")` takes it.
+
+        `mode=None`: as a `keep.best` or an `on.improve` of the training has recorded it. Of equals it is the newest;
+        NaN is never best, nor is a checkpoint that is known to be damaged; lines of training that were left behind
+        count too. Raises RunNotFound, CheckpointNotFound, MetricNotLogged (naming those that exist), and UsageError
+        where no mode is given and none is recorded.
+        """
+        name = metric_name(metric, 'best("val_loss")')
+        return resolve(self.repo, run, BestSelector(name, None if mode is None else min_or_max(mode, name)))
+
     def latest_step(self, run: str = "main") -> int | None:
         """Returns the step that `latest` means now, None if there is none. `latest` has the complete identity."""
         newest = latest(self.repo, run)
@@ -82,9 +95,11 @@ class Repository:
         damaged = is_name(name) and is_damaged(self.repo, "tag", name)
         found = None if damaged else find_tag(self.repo, name)
         if found is None and not damaged:
-            there = ", ".join(self.tags()) or "none"
+            tags = self.tags()
             raise CheckpointNotFound(
-                f"there is no tag {name!r}; there are: {there}", subject=name, hint=typed("tenuto", "ls", self.url)
+                f"there is no tag {name!r}; there are: {', '.join(tags) or 'none'}",
+                subject=name,
+                hint=did_you_mean(name, tags) or typed("tenuto", "ls", self.url),
             )
         clear_ref(self.repo, "tag", name)
         return found

@@ -29,6 +29,7 @@ from tenuto.ranks.kv.torch_store import initialised
 from tenuto.repo.lineage import latest, resolve
 from tenuto.repo.replicated.places import report_to
 from tenuto.repo.repository import Repo
+from tenuto.state import frameworks
 from tenuto.state.contract import Flattened, Prepared
 from tenuto.state.restore.match import match_state
 from tenuto.store.contract import Where
@@ -195,13 +196,17 @@ def load(
     """Loads a checkpoint, every byte verified: into existing objects (`into`, the same kind of thing that was saved),
     or fresh.
 
-    - `step`: a step, "latest", a tag, or attempt/step such as "a0007/500".
+    - `into`: a mapping as it was saved, or one module: it takes the one entry that fits it, and stays in `train()` or
+      `eval()` as it is.
+    - `step`: a step, "latest", a tag, "best:val_loss" (the best by that metric, in the direction that `keep.best` or
+      `on.improve` recorded; else "best:val_loss:min" or ":max"), or attempt/step such as "a0007/500".
     - `strict`: every leaf of `into` is found with equal shape and dtype, and nothing is left over inside an entry that
       `into` names. Entries of the checkpoint that it does not name are ignored, and reported.
     - `rename`: the checkpoint's path to that of `into`: a mapping of prefixes, or a callable.
     - `include`, `exclude`: globs over the paths that `rename` leads to, each standing for what is below it as well, or
       compiled expressions.
-    - `device`: where tensors that are made anew go.
+    - `device`: where tensors that are made anew go, and where an `into` that is one module is moved. What exists in an
+      `into` that is a mapping stays where it is: an optimizer's state has to be where its parameters are.
     - `ranks`, `ranks_timeout`: in a job of several processes (torch.distributed is initialised, or `ranks` names them)
       every rank calls it, all get the same checkpoint, each what its own `into` holds of it, and any number of ranks
       may have saved it. `ranks=tenuto.Solo()` reads by itself there.
@@ -242,6 +247,8 @@ def load(
         else:
             found = restore_checkpoint(repo, resolve(repo, run, step), match, emitter=emitter)
     _loaded[(repo.id, run_key(run))] = found.id
+    if device is not None and into is not None:
+        frameworks.move(into, device)
     if ranks.is_coordinator:
         warn_of_skipped(repo.url, found.skipped, found.id)
     return Restored.of(found, repo.url)

@@ -14,13 +14,13 @@ import typer
 
 from tenuto.cli.console import help_text, output
 from tenuto.cli.console.help_text import PlainCommand
-from tenuto.errors import CorruptionError, TenutoError, UsageError
+from tenuto.errors import CorruptionError, TenutoError, UsageError, nearest
 
 COMMANDS = (
     "ls",
     "show",
     "verify",
-    "restore",
+    "export",
     "rm",
     "undelete",
     "flush",
@@ -34,6 +34,26 @@ COMMANDS = (
     "bench",
 )
 """Each command is a function in the module of the same name."""
+
+ALIASES = {"restore": "export"}
+"""Other names of commands, which no help lists."""
+
+MEANT = {
+    "list": ("ls",),
+    "log": ("ls",),
+    "info": ("show",),
+    "inspect": ("show",),
+    "cat": ("show",),
+    "check": ("verify",),
+    "fsck": ("verify",),
+    "delete": ("rm",),
+    "remove": ("rm",),
+    "prune": ("keep", "gc"),
+    "clean": ("gc",),
+    "convert": ("export",),
+    "best": ("ls",),
+}
+"""What people type whose other tools call it so."""
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -50,7 +70,7 @@ def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
             "tenuto ls /data/checkpoints",
             "tenuto show /data/checkpoints --run gpt",
             "tenuto verify /data/checkpoints",
-            "tenuto restore /data/checkpoints weights.safetensors --include 'model/*'",
+            "tenuto export /data/checkpoints model.safetensors",
         )
         + "\n\n"
         + help_text.exit_status_table(),
@@ -62,8 +82,9 @@ def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(_root)
     for name in names:
-        module = importlib.import_module(f"tenuto.cli.commands.{name}")
-        app.command(name, cls=PlainCommand, epilog=module.EXAMPLES, context_settings=SETTINGS)(getattr(module, name))
+        own = ALIASES.get(name, name)
+        module = importlib.import_module(f"tenuto.cli.commands.{own}")
+        app.command(name, cls=PlainCommand, epilog=module.EXAMPLES, context_settings=SETTINGS)(getattr(module, own))
     return app
 
 
@@ -72,13 +93,24 @@ def run(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _never_fail_to_encode()
     try:
-        known = words[:1] if words and words[0] in COMMANDS else COMMANDS
+        known = words[:1] if words and words[0] in (*COMMANDS, *ALIASES) else COMMANDS
+        if words and words[0] not in known and not words[0].startswith("-"):
+            raise no_command(words[0])
         sys.exit(application(known)(args=words, prog_name="tenuto", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - the edge: what is no TenutoError is reported as a fault of ours
         own = words[: words.index("--")] if "--" in words else words  # the rest belongs to another command
         sys.exit(report(error, debug="--debug" in own, as_json="--json" in own))
+
+
+def no_command(word: str) -> UsageError:
+    """Returns the error for a command that there is not, with the one that was meant."""
+    meant = MEANT.get(word.lower()) or nearest(word, COMMANDS)
+    commands = " or ".join(f"`tenuto {name}`" for name in meant)
+    return UsageError(
+        f"no command `{word}`{f'; did you mean {commands}?' if meant else ''}", subject=word, hint="tenuto --help"
+    )
 
 
 def _show_version(value: bool) -> None:

@@ -82,6 +82,26 @@ class SaveDirectory:
         files = [entry.name[len(self.id.directory) + 1 :] for entry in self.entries]
         return [file for file in files if object_names.is_part(file)]
 
+    def cut(self) -> str:
+        """Returns which data files and tables of a committed save are missing or have another length than its manifest
+        says; empty if none. It says so of the listing: the save may have been committed, or removed, since."""
+        if self.manifest is None or self.state != "committed":
+            return ""
+        lengths = {entry.name[len(self.id.directory) + 1 :]: entry.length for entry in self.entries}
+        wrong = [table.name for table in self.manifest.tables if lengths.get(table.name) != table.length]
+        if wrong:
+            return f"{', '.join(wrong[:3])}: missing, or cut"
+        packs = {
+            name: length for name, length in lengths.items() if object_names.is_pack(f"{self.id.directory}/{name}")
+        }
+        nbytes = sum(packs.values())
+        if nbytes == self.manifest.bytes:
+            return ""
+        begun = self.begin.names if self.begin else ()
+        gone = [name for name in begun if name not in lengths]
+        what = f"{', '.join(gone[:3])}: missing" if gone else f"{', '.join([*packs][:3])}: cut" if packs else "missing"
+        return f"{what} ({nbytes} of the {self.manifest.bytes} bytes that were saved are there)"
+
     def strangers(self) -> Iterator[Entry]:
         own = {entry.name for entry in self.own()}
         keep = {f"{self.id.directory}/{file}" for file in (object_names.BEGIN, object_names.MANIFEST)}

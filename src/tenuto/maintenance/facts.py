@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator
 from datetime import UTC, datetime
 
 from tenuto.errors import CheckpointNotFound, CorruptionError
-from tenuto.maintenance.remove import ignore, verification_of
-from tenuto.model.canonical_json import untag_number
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import Note
 from tenuto.policy.keep import CheckpointFacts
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.lineage import walk
-from tenuto.repo.notes import notes
+from tenuto.repo.notes import verification_of, with_notes
 from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.repository import Repo
 
@@ -66,18 +63,6 @@ def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = fro
     return found
 
 
-def known_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
-    """Returns a checkpoint's metrics, as logged with the step and as noted later, the later one counting. One whose
-    manifest is damaged has those of its notes; one that is gone has none."""
-    try:
-        logged = repo.manifest(id).metrics
-    except CorruptionError:
-        logged = {}
-    except CheckpointNotFound:
-        return {}
-    return with_notes(logged, notes(repo, id, report=ignore))
-
-
 def seconds_of(created: str) -> float | None:
     """Converts a time as in manifests to seconds since 1970; None for anything else."""
     try:
@@ -85,19 +70,6 @@ def seconds_of(created: str) -> float | None:
         return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         return None
-
-
-def with_notes(logged: Mapping[str, float], noted: Iterable[Note]) -> dict[str, float]:
-    """Metrics as logged with the step and as noted later, the later one counting; what is no number is passed over."""
-    out = dict(logged)
-    for note in noted:
-        if note.kind == "metric":
-            for name, value in note.body.items():
-                try:
-                    out[name] = float(untag_number(value))
-                except (CorruptionError, OverflowError):
-                    continue
-    return out
 
 
 def relied_on(

@@ -28,7 +28,6 @@ from tenuto.errors import (
     typed,
 )
 from tenuto.maintenance.findings import Finding, numbered_findings
-from tenuto.maintenance.remove import ignore
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
@@ -39,7 +38,7 @@ from tenuto.repo.format.manifest import content_digest, joint_digest, rank_diges
 from tenuto.repo.format.safetensors import Header, parse_header
 from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_begin
-from tenuto.repo.notes import notes
+from tenuto.repo.notes import ignore, notes
 from tenuto.repo.refs import numbers
 from tenuto.repo.replicated.places import all_places, copies_of, describe_missing_pack, unreachable
 from tenuto.repo.repository import Repo

@@ -21,11 +21,10 @@ from tenuto.errors import (
 )
 from tenuto.events import Emitter, Removed
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import Note
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.lineage import walk
-from tenuto.repo.notes import notes
+from tenuto.repo.notes import ignore, notes, verification_of
 from tenuto.repo.ownership.owner_watch import Finished, finished_runs, is_finished
 from tenuto.repo.refs import list_refs
 from tenuto.repo.repository import Repo
@@ -89,15 +88,6 @@ def is_suspect(repo: Repo, id: CheckpointId) -> bool:
 def verification_state(repo: Repo, id: CheckpointId) -> str:
     """Returns the last verification's verdict: verified, suspect, or empty without one. Ignores damaged notes."""
     return verification_of(notes(repo, id, report=ignore))
-
-
-def verification_of(noted: Sequence[Note]) -> str:
-    kinds = [note.kind for note in noted if note.kind in ("verified", "proven", "suspect")]
-    return "" if not kinds else "suspect" if kinds[-1] == "suspect" else "verified"
-
-
-def ignore(message: str) -> None:
-    """Ignores a damaged note; verify reports it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,7 +346,7 @@ class Best(KeepPolicy):
         return frozenset({self.metric})
 
     def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
-        ranked = self._ranked(history)
+        ranked = self.ranked(history)
         of_run, of_line = self._first(ranked), self._first([facts for facts in ranked if facts.walk is not None])
         winners = {facts.id for facts in (*of_run, *of_line)}
         newest_with = next((facts.age_key for facts in history if self.metric in facts.metrics), None)
@@ -360,8 +360,9 @@ class Best(KeepPolicy):
                 opinions.append(Opinion(False, self._lost(facts, of_run)))
         return opinions
 
-    def _ranked(self, history: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
-        """Returns the checkpoints that have the metric, best first, the newer of equals first."""
+    def ranked(self, history: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
+        """Returns the checkpoints of `history`, which is newest first, that have the metric: best first, the newer of
+        equals first. NaN is no value."""
         sign = 1.0 if self.mode == "min" else -1.0
         with_metric = [facts for facts in history if not math.isnan(self._value(facts))]
         return sorted(with_metric, key=lambda facts: sign * self._value(facts))

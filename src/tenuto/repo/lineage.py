@@ -11,15 +11,23 @@ nothing says it, the walk goes on with the next lower attempt, and reports that 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
-from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RunNotFound, UsageError, typed
+from tenuto.errors import (
+    CheckpointNotFound,
+    CorruptionError,
+    ObjectNotFound,
+    RunNotFound,
+    UsageError,
+    did_you_mean,
+    typed,
+)
 from tenuto.model.ids import CheckpointId, run_key
+from tenuto.repo.best import BEST, BestSelector, best
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.small_records import decode_begin, decode_lease
@@ -31,6 +39,8 @@ Misplaced = Callable[[CheckpointId, Origin], None]
 
 _SAVES_ASKED: Final = 16
 """Saves of an attempt that are asked for its parent, where its own record does not tell."""
+_LOOKS: Final = 5
+"""How often `latest` looks where something had been. Each look in vain needs a commit and a removal while it lasts."""
 _ID: Final = re.compile(r"(?:([^/]+)/)?a([0-9]{1,18})/(?:step-)?([0-9]{1,18})", re.ASCII)
 
 
@@ -47,12 +57,14 @@ class Stretch:
     """What the walk visits of one attempt: its committed steps up to `top`, or all of them.
 
     empty: whether there are none, None as long as nobody has looked.
+    listed: whether there were directories of steps up to `top`, committed or not.
     """
 
     run: str
     attempt: int
     top: int | None
     empty: bool | None = None
+    listed: bool = False
 
     def covers(self, id: CheckpointId) -> bool:
         """Returns whether the checkpoint is on the walk, if it exists."""
@@ -65,6 +77,7 @@ class Stretch:
         for step in repo.steps(self.run, self.attempt):
             if self.top is not None and step > self.top:
                 continue
+            self.listed = True
             id = CheckpointId(self.run, self.attempt, step)
             if id in known or repo.exists(id):
                 yield id
@@ -147,18 +160,39 @@ def latest(
     report: Report | None = None,
     withdrawn: Container[int] = frozenset(),
 ) -> CheckpointId | None:
-    """Returns the checkpoint that the run means now, damaged or not; None if it has none."""
-    return next(walk(repo, run, below=below, report=report, withdrawn=withdrawn), None)
+    """Returns the checkpoint that the run means now, damaged or not; None if it has none.
+
+    While a run is trained, a listing may be older than the next commit, and what it names gone by the time that it is
+    looked at. So a look that finds nothing where something had been is no answer: it is taken again.
+    """
+    for _ in range(_LOOKS):
+        had_some = False
+        for stretch in stretches(repo, run, below=below, report=report, withdrawn=withdrawn):
+            found = next(stretch.committed(repo), None)
+            if found is not None:
+                return found
+            stretch.empty = True
+            had_some = had_some or stretch.listed or stretch.top is not None
+        if not had_some:
+            break
+    return None
 
 
-def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> CheckpointId:
-    """The checkpoint that a person means: a step, "latest", a tag, or a whole identity (`a0007/500`, `gpt/a0007/500`).
+def resolve(repo: Repo, run: str, step: int | str | CheckpointId | BestSelector = "latest") -> CheckpointId:
+    """The checkpoint that a person means: a step, "latest", a tag, the best by a metric (`best:val_loss`,
+    `best:val_loss:max`), or a whole identity (`a0007/500`, `gpt/a0007/500`).
 
     A step that several attempts have is the first on the walk, else the highest attempt's. Raises RunNotFound or
     CheckpointNotFound, which name what there is.
     """
     if isinstance(step, CheckpointId):
         return _existing(repo, step)
+    if isinstance(step, str):
+        step = BestSelector.parse(step) or step
+    if isinstance(step, BestSelector):
+        if not repo.attempts(run):
+            raise _none_in(repo, run)
+        return best(repo, run, step)
     if isinstance(step, str) and step != "latest":
         found = _ID.fullmatch(step)
         if found:
@@ -176,21 +210,23 @@ def resolve(repo: Repo, run: str, step: int | str | CheckpointId = "latest") -> 
 
 def may_be_tag(step: str) -> bool:
     """Returns whether `resolve` would look for a tag of this name, whatever the run."""
-    return step != "latest" and _ID.fullmatch(step) is None and not (step.isascii() and step.isdigit())
+    named = step == "latest" or step.startswith(BEST) or _ID.fullmatch(step) is not None
+    return not named and not (step.isascii() and step.isdigit())
 
 
 def _tagged(repo: Repo, name: str) -> CheckpointId:
     """Returns the checkpoint of a tag. A tag belongs to the repository and may name a checkpoint of another run."""
-    hint = "give a step, latest, a tag, or attempt/step such as a0007/500"
+    hint = "give a step, latest, a tag, best:METRIC, or attempt/step such as a0007/500"
     if not is_name(name):
         raise UsageError(f"{name!r} names no checkpoint", subject=name, hint=hint)
     id = find_tag(repo, name)
     if id is None:
-        tags = ", ".join(list_tags(repo)) or "none"
+        names = list_tags(repo)
+        tags = ", ".join(names) or "none"
         raise CheckpointNotFound(
             f"{name!r} names no checkpoint: it is neither a step nor a tag; tags that there are: {tags}",
             subject=name,
-            hint=hint,
+            hint=hint if name == "best" else did_you_mean(name, [*names, "latest"]) or hint,
         )
     return _existing(repo, id)
 
@@ -234,8 +270,7 @@ def _none_in(repo: Repo, run: str) -> RunNotFound | CheckpointNotFound:
     if repo.attempts(run):
         return CheckpointNotFound(f"run {run!r} at {repo.url} has no checkpoint yet", subject=run)
     runs = repo.runs()
-    close = difflib.get_close_matches(run_key(run), runs, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"{typed('tenuto', 'ls', repo.url)} shows what there is"
+    hint = did_you_mean(run_key(run), runs) or f"{typed('tenuto', 'ls', repo.url)} shows what there is"
     return RunNotFound(f"no run {run!r} at {repo.url}; {known_runs(runs)}", subject=run, hint=hint)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, UsageError
+from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, UsageError
+from tenuto.model.canonical_json import untag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Note
 from tenuto.repo.format import object_names, objects
@@ -56,3 +57,46 @@ def notes(repo: Repo, id: CheckpointId, *, report: Callable[[str], None] | None 
                 raise
             report(error.message)
     return found
+
+
+def known_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
+    """Returns a checkpoint's metrics, as logged with the step and as noted later, the later one counting. One whose
+    manifest is damaged has those of its notes; one that is gone has none."""
+    try:
+        logged = repo.manifest(id).metrics
+    except CorruptionError:
+        logged = {}
+    except CheckpointNotFound:
+        return {}
+    return with_notes(logged, notes(repo, id, report=ignore))
+
+
+def noted_metrics(repo: Repo, id: CheckpointId) -> dict[str, float]:
+    """Returns the metrics that were noted after the commit. Where the notes cannot be read there are none: a checkpoint
+    is restored all the same, and verify reports them."""
+    try:
+        return with_notes({}, notes(repo, id, report=ignore))
+    except StoreError:
+        return {}
+
+
+def with_notes(logged: Mapping[str, float], noted: Iterable[Note]) -> dict[str, float]:
+    """Metrics as logged with the step and as noted later, the later one counting; what is no number is passed over."""
+    out = dict(logged)
+    for note in noted:
+        if note.kind == "metric":
+            for name, value in note.body.items():
+                try:
+                    out[name] = float(untag_number(value))
+                except (CorruptionError, OverflowError):
+                    continue
+    return out
+
+
+def verification_of(noted: Sequence[Note]) -> str:
+    kinds = [note.kind for note in noted if note.kind in ("verified", "proven", "suspect")]
+    return "" if not kinds else "suspect" if kinds[-1] == "suspect" else "verified"
+
+
+def ignore(message: str) -> None:
+    """Ignores a damaged note; verify reports it."""

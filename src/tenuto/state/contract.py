@@ -47,8 +47,10 @@ class Device(Protocol):
 
     name: str
 
-    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> Bound:
-        """Prepares destinations: `views[i]` holds the `specs[i].nbytes` bytes of leaf i in the image."""
+    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer], *, stays: bool = True) -> Bound:
+        """Prepares destinations: `views[i]` holds the `specs[i].nbytes` bytes of leaf i in the image. `stays`: whether
+        the same memory is at these addresses until the end; that of a window is not, and no driver may be told of it.
+        """
         ...
 
 

@@ -232,6 +232,13 @@ def adapter_for(kind: type) -> Adapter | None:
         return found
 
 
+def move(value: Any, device: Any) -> None:
+    """Moves a module to a device; does nothing with what is none."""
+    adapter = adapter_for(type(value))
+    if adapter is not None and hasattr(adapter, "move"):
+        adapter.move(value, device)
+
+
 def has_kind(kind: str) -> bool:
     """Returns whether nodes of this kind belong to one framework alone."""
     return _of_kind(kind) is not None

@@ -117,7 +117,7 @@ class HostBound:
 class HostDevice:
     name = "host"
 
-    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> Bound:
+    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer], *, stays: bool = True) -> Bound:
         return HostBound(specs, views)
 
 

@@ -61,6 +61,8 @@ class UpdateGate(Protocol):
 
 LateLeaf = tuple[Any, int, int, int]
 """A part of a leaf: source, leaf as in `bind`, and bytes `start..stop-1`, multiples of the item size."""
+Probe = Callable[[int], bool]
+"""Returns whether the short part of that number is still what it was when it was first read."""
 
 
 class LateCopies(Protocol):
@@ -100,12 +102,16 @@ class LateBound(Bound, Protocol):
         """Returns a count that grows with every in-place change the framework notices."""
         ...
 
-    def late(self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = ()) -> LateCopies:
-        """Copies `parts`, then compares `watched`, already in the image, with training's memory at that time."""
+    def late(
+        self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = (), probe: Probe | None = None
+    ) -> LateCopies:
+        """Copies `parts`, then compares `watched`, already in the image, with training's memory at that time. A device
+        then reads the parts of `probe` again."""
         ...
 
-    def probe(self, parts: Sequence[LateLeaf]) -> Callable[[int], bool]:
-        """Reads short parts now. The result, called with the number of one, returns whether it is still the same."""
+    def probe(self, parts: Sequence[LateLeaf]) -> Probe:
+        """Reads short parts now. Called, the result reads them again; that of a device instead waits until they were
+        read again behind the copies of `late`."""
         ...
 
     def compare(self, parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:

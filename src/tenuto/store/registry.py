@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from tenuto.errors import UsageError
+from tenuto.errors import NotARepository, UsageError, typed
 from tenuto.store.contract import Store, Where
 from tenuto.store.local.store import LocalStore
 from tenuto.store.memory import MemoryStore
@@ -28,7 +30,7 @@ def open_store(where: Where) -> Store:
 
     A path or file:// URL is a local directory, memory://NAME a place in the memory of this process; entry points of the
     group `tenuto.stores` serve other schemes. All are wrapped to retry transient faults. A Store is returned unchanged:
-    its maker chooses the wrappers. Raises UsageError for anything else.
+    its maker chooses the wrappers. Raises NotARepository for a file, UsageError for anything else.
     """
     if isinstance(where, Store):
         return where
@@ -52,7 +54,21 @@ def open_store(where: Where) -> Store:
 
 def _local(path: str) -> LocalStore:
     # Symbolic links on the way to the root are the user's choice; inside a repository none is followed.
-    return LocalStore(os.path.realpath(os.path.expanduser(path)))
+    root = os.path.realpath(os.path.expanduser(path))
+    try:
+        is_directory = stat.S_ISDIR(os.stat(root).st_mode)
+    except NotADirectoryError:
+        is_directory = False
+    except OSError:
+        is_directory = True  # nothing is there yet, or whoever reads it says what is wrong
+    if not is_directory:
+        around = next((up for up in Path(root).parents if (up / "tenuto.json").is_file()), None)
+        raise NotARepository(
+            f"{path} is a file, or lies below one; a repository is a directory",
+            subject=path,
+            hint=typed("tenuto", "ls", around) if around is not None else "give the directory that training saves to",
+        )
+    return LocalStore(root)
 
 
 def _path_of(url: str) -> str:

@@ -12,9 +12,10 @@ from tenuto.errors import PolicyConflict, UsageError
 from tenuto.model.ids import run_key
 from tenuto.policy import every, keep, on
 from tenuto.policy import keep as keeping
-from tenuto.policy.keep import KeepPolicy, Union
+from tenuto.policy.keep import Best, KeepPolicy, Union
 from tenuto.policy.numbers import metric_name, min_or_max
 from tenuto.policy.save import EveryStall, OnImprove, SavePolicy, parts_of
+from tenuto.repo.best import BestSelector, Mode
 from tenuto.repo.refs import check_tag, is_name
 from tenuto.sharding.write_plan import Strategy
 
@@ -45,6 +46,8 @@ class Settings:
     writers: Strategy
     watched: Mapping[str, str]
     """The metrics that the policies read, each with the policies that do, as the user wrote them."""
+    modes: Mapping[str, Mode]
+    """In which direction each metric improves, where a policy says so."""
 
     @classmethod
     def checked(
@@ -102,6 +105,7 @@ class Settings:
             ranks_silence_s=seconds(ranks_silence, "ranks_silence="),
             writers=strategy(writers),
             watched=watched(policy, kept),
+            modes=modes(policy, kept),
         )
 
     def alike(self) -> dict[str, str]:
@@ -132,12 +136,24 @@ def _spelled(policy: SavePolicy | KeepPolicy | None) -> str:
 def watched(save: SavePolicy, keep: KeepPolicy) -> Mapping[str, str]:
     """Returns each metric that a policy reads, with the policies that do, as the user wrote them."""
     found: dict[str, list[str]] = {}
-    parts: list[SavePolicy | KeepPolicy] = [*parts_of(save)]
-    parts += keep.parts if isinstance(keep, Union) else (keep,)
-    for part in parts:
+    for part in _parts(save, keep):
         for metric in part.metrics():
             found.setdefault(metric, []).append(repr(part))
     return {metric: " and ".join(found[metric]) for metric in sorted(found)}
+
+
+def modes(save: SavePolicy, keep: KeepPolicy) -> Mapping[str, Mode]:
+    """Returns in which direction each metric improves that keep.best and on.improve judge by; none of one about which
+    they differ."""
+    said: dict[str, set[Mode]] = {}
+    for part in _parts(save, keep):
+        if isinstance(part, Best | OnImprove):
+            said.setdefault(part.metric, set()).add(part.mode)
+    return {metric: said[metric].pop() for metric in sorted(said) if len(said[metric]) == 1}
+
+
+def _parts(save: SavePolicy, keep: KeepPolicy) -> list[SavePolicy | KeepPolicy]:
+    return [*parts_of(save), *(keep.parts if isinstance(keep, Union) else (keep,))]
 
 
 def _one_of(known: tuple[str, str], what: str, value: object) -> object:
@@ -152,13 +168,13 @@ def _one_of(known: tuple[str, str], what: str, value: object) -> object:
 
 def _resume_from(value: object) -> ResumeFrom:
     if isinstance(value, str):
-        sensible = is_name(value) or "/" in value
+        sensible = BestSelector.parse(value) is not None or is_name(value) or "/" in value
     else:
         sensible = value is None or (isinstance(value, int) and not isinstance(value, bool))
     if not sensible:
         raise UsageError(
-            f"resume_from={value!r} is neither 'latest', a step, a tag, nor None",
-            hint='resume_from="latest", or a step such as 500',
+            f"resume_from={value!r} is neither 'latest', a step, a tag, best:METRIC, nor None",
+            hint='resume_from="latest", a step such as 500, or "best:val_loss"',
         )
     return cast("ResumeFrom", value)
 

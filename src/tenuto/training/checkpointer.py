@@ -72,7 +72,8 @@ class Checkpointer:
       with `|`. By default `every(minutes=10) | on.end() | on.signal()`.
     - `keep`: what: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=)`, combined with `|`. By default
       `keep.latest(3)`.
-    - `resume_from`: "latest", a step, a tag, or None to start afresh.
+    - `resume_from`: "latest", a step, a tag, "best:val_loss" (see `load`), or None to start afresh. Whatever is not
+      "latest" is what each start goes back to.
     - `in_flight`: how many saves may be in progress in the background, each with an image of the state's size in host
       memory. They are written and committed one after the other, in order; with more than one, training continues while
       a slow save is still being written. If memory does not hold all, fewer are in flight, and a warning says so.
@@ -186,8 +187,11 @@ class Checkpointer:
         """
         return self._training.saving.stats() if self._training is not None else Stats()
 
-    def restore(self) -> Restored | None:
+    def restore(self, *, strict: bool = True) -> Restored | None:
         """Restores what `resume_from` says, once; None if there is nothing to restore.
+
+        `strict=False` restores what fits where the state's structure has changed, and leaves the rest as it is:
+        `Restored.left` names it.
 
         Reads only: the run is claimed by `steps`, `epochs`, `step_done` or `save`. In a loop of your own, call
         `restore_random_state` where its first step begins, if anything draws before it. An earlier Checkpointer of this
@@ -196,7 +200,7 @@ class Checkpointer:
         """
         training = self._armed()
         with undisturbed:
-            return training.claiming.restore() if training is not None else None
+            return training.claiming.restore(strict=strict) if training is not None else None
 
     def steps(self, n: int | None = None) -> Steps:
         """Replaces `range(n)`: `n` is the total, and a resumed run continues its count. Restores and claims when

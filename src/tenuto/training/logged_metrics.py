@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 from tenuto.engine.save.handle import Save
 from tenuto.errors import MetricNotLogged, TenutoError
-from tenuto.maintenance.facts import known_metrics
 from tenuto.model.canonical_json import tag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Moment, SavePolicy
 from tenuto.repo.lineage import walk
-from tenuto.repo.notes import add_note
+from tenuto.repo.notes import add_note, known_metrics
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.refs import find_tag, is_damaged, put_ref
 from tenuto.repo.repository import Repo

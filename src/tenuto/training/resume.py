@@ -75,6 +75,7 @@ class RunClaim:
         self._withdrawn: set[int] = set()
         """Attempts that were claimed here and given back unused: their parent is no longer the newest checkpoint."""
         self.done = False
+        self._strict = True
         self.on_restored: Callable[[], None] | None = None
         """Called when restoring is done, also where there was nothing to restore."""
         self.on_claimed: Callable[[Restored | None], None] | None = None
@@ -92,9 +93,11 @@ class RunClaim:
         """The image in memory that training resumes from."""
         return self.memory_restore.restored if self.memory_restore is not None else None
 
-    def restore(self) -> Restored | None:
-        """Restores what `resume_from` says, once; returns None if there is nothing to restore."""
+    def restore(self, *, strict: bool | None = None) -> Restored | None:
+        """Restores what `resume_from` says, once; returns None if there is nothing to restore. `strict=False` restores
+        what fits, also where another checkpoint has to be restored before the run is claimed."""
         if not self.done:
+            self._strict = self._strict if strict is None else strict
             self._close_own()  # before the state, which may be its own, and the random generators are restored
             self._watch = self._watch or OwnerWatch(self._repo, self._run)
             self._newest = latest(self._repo, self._run, withdrawn=self._withdrawn)
@@ -238,6 +241,7 @@ class RunClaim:
             leaves.specs,
             self._state,
             private_into=self._private,
+            strict=self._strict,
             apart=self._group.world_size > 1,
         )
         moved = self._position.moved(self._counters)

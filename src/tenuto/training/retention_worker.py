@@ -123,7 +123,7 @@ class RetentionWorker:
         if put_off is not None:
             self._begin(put_off[0])
         until = None if timeout is None else time.monotonic() + timeout
-        while (thread := self._thread) is not None and thread is not threading.current_thread():
+        while (thread := self._started()) is not None and thread is not threading.current_thread():
             thread.join(None if until is None else max(until - time.monotonic(), 0.0))
             if thread.is_alive():
                 return False
@@ -131,6 +131,11 @@ class RetentionWorker:
                 if self._thread is thread:  # it ended without clearing this
                     self._thread = None
         return True
+
+    def _started(self) -> threading.Thread | None:
+        """Returns the thread of the round that is under way. Whoever is just starting it holds the lock."""
+        with self._state:
+            return self._thread
 
     def _rounds(self, attempt: Attempt) -> None:
         lower_priority()

@@ -19,6 +19,7 @@ from tenuto.errors import TenutoError, UnsupportedPlatform
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
+from tenuto.repo.best import MODES
 from tenuto.state.contract import Flattened
 from tenuto.state.encode.flattener import Flattener
 from tenuto.state.frameworks import loaded
@@ -224,12 +225,17 @@ class Snapshots:
     """Flattens one training state again and again."""
 
     def __init__(
-        self, state: Mapping[str, Any], position: TrainingPosition, *, watched: Mapping[str, str] | None = None
+        self,
+        state: Mapping[str, Any],
+        position: TrainingPosition,
+        *,
+        watched: Mapping[str, str] | None = None,
+        modes: Mapping[str, str] | None = None,
     ) -> None:
         """`watched`: the metrics that policies read, and which do; the certificate lists them, so that one that was
-        never logged shows there."""
+        never logged shows there. `modes`: in which direction those improve, where a policy says so."""
         self._state = state
-        self._watched = dict(watched or {})
+        self._policies = {name: dict(found) for name, found in (("watches", watched), (MODES, modes)) if found}
         self._position = position
         self._private: dict[str, Any] = {}
         self._flattener = Flattener(state, private=self._private)
@@ -266,7 +272,7 @@ class Snapshots:
         found["caveats"] += self._position.caveats + self._position.reasons
         if self._position.world_size > 1:
             found["at_other_ranks"] = elsewhere(self._position.data)
-        return {**found, "watches": dict(self._watched)} if self._watched else found
+        return {**found, **self._policies}
 
     def mark(self) -> StateMark | None:
         """Marks how the state is now, so that it can be saved later as it is now. Random states may have moved on by

@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
+import tenuto
 from tenuto import errors
 from tenuto.cli import application
 from tenuto.cli.console import help_text, output
 from tenuto.cli.console.output import agreed
-from tenuto.errors import UsageError
+from tenuto.errors import NotARepository, UsageError
 
 COMMAND = [sys.executable, "-c", "from tenuto.cli import main; main()"]
 
@@ -177,3 +178,42 @@ def test_nothing_waits_for_an_answer_that_cannot_come(monkeypatch):
     with pytest.raises(UsageError, match="no terminal"):
         agreed("Sure?", yes=False)
     assert agreed("Sure?", yes=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("list", "`tenuto ls`"),
+        ("info", "`tenuto show`"),
+        ("delete", "`tenuto rm`"),
+        ("prune", "`tenuto keep` or `tenuto gc`"),
+        ("cat", "`tenuto show`"),
+        ("check", "`tenuto verify`"),
+        ("verfiy", "`tenuto verify` or `tenuto certify`"),
+    ],
+)
+def test_a_command_of_another_tool_names_ours(cli, typed, meant):
+    said = f"error: no command `{typed}`; did you mean {meant}?\nhint: tenuto --help\n"
+    assert cli(typed, "somewhere") == (2, "", said)
+
+
+def test_a_word_that_is_near_no_command_is_refused_all_the_same(cli):
+    assert cli("xyzzy") == (2, "", "error: no command `xyzzy`\nhint: tenuto --help\n")
+
+
+def test_a_file_for_a_repository_is_called_a_file(cli, made, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    status, _, err = cli("ls", tmp_path / "train.py")
+    assert (status, err.splitlines()) == (
+        10,
+        [
+            f"error: {tmp_path}/train.py is a file, or lies below one; a repository is a directory",
+            "hint: give the directory that training saves to",
+        ],
+    )
+    inside = made / "runs/gpt/a0002/step-00000007/rank-00000.safetensors"
+    assert cli("show", inside)[2].splitlines()[1] == "hint: tenuto ls /ckpts"
+    with pytest.raises(NotARepository, match="is a file"):
+        tenuto.save({"a": 1}, tmp_path / "train.py")
+    with pytest.raises(NotARepository, match="is a file"):
+        tenuto.Checkpointer(tmp_path / "train.py/below", {"a": 1})

@@ -69,13 +69,13 @@ def test_the_hint_of_two_options_that_go_apart_does_what_was_meant(my_run, cli, 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("out.pt", "--strip", "model/"), "leave --strip out"),
+        (("out.pt", "--strip", "model/"), "use --include, or write a *.safetensors file"),
         (("out.safetensors", "--include", "model/layers.0.bias", "--strip", "model/layers.0.bias"), "--strip less"),
         (("nowhere at all/out.safetensors",), "ls -ld 'nowhere at all'"),
     ],
 )
 def test_a_file_that_cannot_be_written_comes_with_a_hint(options, said, place, tmp_path, monkeypatch, cli):
     monkeypatch.chdir(tmp_path)
-    status, _, err = cli("restore", place, *options, "--run", "gpt")
+    status, _, err = cli("export", place, *options, "--run", "gpt")
     assert status
     assert f"hint: {said}" in err

@@ -1,8 +1,13 @@
 import json
 
+import numpy as np
+
+import tenuto
+from tenuto import every, keep
 from tenuto.maintenance.verify import assert_whole
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.lineage import latest
+from tenuto.repo.notes import add_note
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
@@ -65,10 +70,37 @@ def test_keep_asks_and_needs_a_policy(cli, made):
     assert cli("keep", made, "--run", "gtp", "--latest", "1")[0] == 11
 
 
-def test_best_takes_metrics_with_colons_and_modes(cli, made):
+def test_best_takes_metrics_with_colons_and_modes(cli, place):
+    add_note(Repo.open(open_store(place)), CheckpointId("gpt", 2, 7), "metric", {"a:b": 1.0})
     for text, policy in (
         ("2:a:b:max", "keep.best(2, 'a:b', mode='max')"),
         ("1:a:b", "keep.best(1, 'a:b', mode='min')"),
     ):
-        out = cli("keep", made, "--run", "gpt", "--best", text, "--every-hours", "24", "--dry-run", "--json")[1]
+        out = cli("keep", place, "--run", "gpt", "--best", text, "--every-hours", "24", "--dry-run", "--json")[1]
         assert json.loads(out)["policy"] == f"{policy} | keep.every(hours=24)"
+
+
+def test_best_refuses_a_mode_that_is_none_and_a_metric_that_nobody_logged(cli, made):
+    assert cli("keep", made, "--run", "gpt", "--best", "1:val_loss:lowest", "--yes") == (
+        2,
+        "",
+        "error: --best 1:val_loss:lowest: 'lowest' is neither min nor max\nhint: --best 1:val_loss:min\n",
+    )
+    assert cli("keep", made, "--run", "gpt", "--best", "1:val_los", "--yes") == (
+        2,
+        "",
+        "error: no checkpoint of run 'gpt' has a metric 'val_los'; metrics that there are: late, loss, val_loss\n"
+        "hint: did you mean 'val_loss'?\n",
+    )
+    assert len(Repo.open(open_store(made)).committed("gpt", 1)) == 4
+
+
+def test_best_without_a_mode_goes_by_the_one_that_training_recorded(cli, tmp_path):
+    weights = {"w": np.arange(4.0)}
+    with tenuto.Checkpointer(
+        tmp_path / "ckpts", {"weights": weights}, save=every(steps=1), keep=keep.best(9, "acc", mode="max")
+    ) as ckpt:
+        for step in ckpt.steps(3):
+            ckpt.log(acc=step / 10)
+    out = cli("keep", tmp_path / "ckpts", "--best", "1:acc", "--dry-run", "--json")[1]
+    assert json.loads(out)["policy"] == "keep.best(1, 'acc', mode='max')"

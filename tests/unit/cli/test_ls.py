@@ -1,7 +1,15 @@
 import json
 import shutil
 
+import numpy as np
+
 from tenuto.cli.console.output import Columns
+from tenuto.repo import lineage
+from tenuto.repo.repository import Repo
+from tenuto.store.local.store import LocalStore
+from tenuto.store.registry import open_store
+
+from .conftest import save
 
 
 def test_ls_whole(cli, made):
@@ -110,7 +118,7 @@ def test_ls_json(cli, made):
 def test_ls_of_an_unknown_run_names_those_there_are(cli, made):
     status, out, err = cli("ls", made, "--run", "gtp")
     assert (status, out) == (11, "")
-    assert err == "error: no run 'gtp' at /ckpts; there are: gpt, small\nhint: tenuto ls /ckpts\n"
+    assert err == "error: no run 'gtp' at /ckpts; there are: gpt, small\nhint: did you mean 'gpt'?\n"
 
 
 def test_ls_of_an_empty_repository_and_of_a_claimed_run(cli, tmp_path):
@@ -180,3 +188,87 @@ def test_a_page_is_the_beginning_of_everything_whatever_lies_there(cli, place):
 
 def test_ls_cannot_both_show_all_and_keep_to_a_limit(cli, made):
     assert cli("ls", made, "--all", "--limit", "3")[0] == 2
+
+
+def test_ls_shows_data_files_that_are_gone_or_cut_as_damaged_and_asks_no_more_for_it(cli, place, monkeypatch):
+    gone = place / "runs/gpt/a0002/step-00000007/rank-00000.safetensors"
+    cut = place / "runs/gpt/a0002/step-00000005/rank-00000.safetensors"
+    gone.unlink()
+    with cut.open("r+b") as file:
+        file.truncate(cut.stat().st_size - 1)
+    (place / "runs/gpt/a0001/step-00000008/rank-00000.index").unlink()
+    walks = []
+    walk = LocalStore.walk
+    monkeypatch.setattr(
+        LocalStore, "walk", lambda self, prefix, **options: walks.append(prefix) or walk(self, prefix, **options)
+    )
+    status, out, _ = cli("ls", place, "--run", "gpt")
+    assert (status, out) == (
+        0,
+        """\
+run gpt
+  ATTEMPT  STEP     SIZE  STATE            METRICS
+  a0002       7  198 KiB  latest, DAMAGED  late=0.25 loss=0.1429 +1
+  a0002       5  198 KiB  DAMAGED          loss=0.2 val_loss=0.5
+  a0001       8  198 KiB  DAMAGED          loss=0.125 val_loss=0.5
+  a0001       6  198 KiB  left behind      loss=0.1667 val_loss=nan
+  a0001       4  198 KiB                   loss=0.25 val_loss=0.5
+  a0001       2  198 KiB                   loss=0.5 val_loss=0.5
+""",
+    )
+    of_one = [prefix for prefix in walks if prefix.endswith("step-00000006")]
+    assert len(walks) == len(of_one) * (6 + 3), "a second look at the three that are damaged, none at the others"
+    found = json.loads(cli("ls", place, "--run", "gpt", "--json")[1])["runs"][0]["checkpoints"]
+    assert [row["state"] for row in found] == ["damaged"] * 3 + ["committed"] * 3
+    size = cut.stat().st_size + 1
+    assert [row["message"] for row in found[:3]] == [
+        f"rank-00000.safetensors: missing (0 of the {size} bytes that were saved are there)",
+        f"rank-00000.safetensors: cut ({size - 1} of the {size} bytes that were saved are there)",
+        "rank-00000.index: missing, or cut",
+    ]
+
+
+def test_ls_does_not_take_a_save_that_commits_meanwhile_for_damaged(cli, place, monkeypatch):
+    """Its data files are put, and its manifest, after the listing and before the manifest is read."""
+    pack = place / "runs/gpt/a0002/step-00000007/rank-00000.safetensors"
+    data = pack.read_bytes()
+    pack.unlink()
+    get = LocalStore.get
+
+    def get_and_commit(self, name, **options):
+        pack.write_bytes(data)
+        return get(self, name, **options)
+
+    walk = LocalStore.walk
+
+    def walk_first(self, prefix, **options):
+        if prefix.endswith("step-00000007"):
+            monkeypatch.setattr(LocalStore, "get", get_and_commit)
+        return walk(self, prefix, **options)
+
+    monkeypatch.setattr(LocalStore, "walk", walk_first)
+    assert cli("ls", place, "--run", "gpt")[1].splitlines()[2].split()[4] == "latest"
+
+
+def test_ls_beside_a_training_that_commits_and_frees_has_a_latest(cli, place, monkeypatch):
+    """While `latest` is looked for, the next step commits and the listed one goes, as beside `keep.latest(1)`."""
+    listed, latest = Repo.steps, lineage.latest
+    looking, went = [], []
+
+    def look(repo, run, **options):
+        looking.append(run)
+        return latest(repo, run, **options)
+
+    def then_the_training_goes_on(self, run, attempt):
+        found = listed(self, run, attempt)
+        if looking == ["small"] and not went:
+            went.append(attempt)
+            save(Repo.open(open_store(place)), "small", [2], {"x": np.arange(5)})
+            shutil.rmtree(place / "runs/small/a0001/step-00000001")
+        return found
+
+    monkeypatch.setattr(Repo, "steps", then_the_training_goes_on)
+    monkeypatch.setattr(lineage, "latest", look)
+    found = json.loads(cli("ls", place, "--run", "small", "--json")[1])["runs"]
+    assert went, "the interleaving was not forced"
+    assert [run["latest"] for run in found] == [{"run": "small", "attempt": 2, "step": 2}]

@@ -27,21 +27,19 @@ def ranks(tmp_path: Path) -> Path:
 
 def test_leaves_are_exported_as_wholes(cli: Any, ranks: Path, tmp_path: Path) -> None:
     out = tmp_path / "all.safetensors"
-    status, _, err = cli("restore", ranks, out)
+    status, _, err = cli("export", ranks, out)
     assert status == 0, err
     found = load_file(out)
-    assert found.keys() == {"model/rows", "model/columns", "model/bias", "model/none"}
+    assert found.keys() == {"rows", "columns", "bias", "none"}
     for name, value in whole(2)["model"].items():
-        assert np.array_equal(found[f"model/{name}"], value)
-    assert (
-        cli("restore", ranks, tmp_path / "one.safetensors", "--include", "model/columns", "--strip", "model/")[0] == 0
-    )
+        assert np.array_equal(found[name], value)
+    assert cli("export", ranks, tmp_path / "one.safetensors", "--include", "model/columns", "--strip", "model/")[0] == 0
     assert np.array_equal(load_file(tmp_path / "one.safetensors")["columns"], whole(2)["model"]["columns"])
 
 
 def test_a_torch_file_has_the_whole_state_and_nothing_of_single_ranks(cli: Any, ranks: Path, tmp_path: Path) -> None:
     out = tmp_path / "all.pt"
-    status, _, err = cli("restore", ranks, out)
+    status, _, err = cli("export", ranks, out)
     assert status == 0, err
     found = torch.load(out, weights_only=True)
     assert found["lr"] == 0.5 and "mine" not in found

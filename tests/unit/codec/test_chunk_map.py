@@ -14,7 +14,7 @@ from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Index, PackEntry
 
-many = settings(max_examples=100, deadline=None, derandomize=True)
+many = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 @dataclass(frozen=True)

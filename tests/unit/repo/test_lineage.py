@@ -265,3 +265,46 @@ def test_i4_damage_to_every_bit_of_a_record_is_noticed(new_maker: Callable[[], A
         make.repo.store.put_if_absent(name, Bytes(bytes(bad)), token="x")
         with pytest.raises(CorruptionError):
             make.repo.attempt("gpt", 1)
+
+
+@pytest.mark.parametrize("removal", ["at once", "into the trash"])
+def test_i4_what_commits_and_goes_during_the_look_hides_nothing(
+    repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch, removal: str
+) -> None:
+    """Between a listing and the look at what it names, training commits the next step and retention frees that one."""
+    make.attempt(1)
+    before = make.checkpoint(1, 100)
+    listed = Repo.steps
+    went = False
+
+    def then_the_training_goes_on(self: Repo, run: str, attempt: int) -> list[int]:
+        nonlocal went
+        found = listed(self, run, attempt)
+        if not went:
+            went = True
+            make.checkpoint(1, 200)
+            names = [before.manifest] if removal == "into the trash" else make.names(before.directory)
+            repo.store.delete(names if removal == "into the trash" else [f"{before.directory}/{n}" for n in names])
+        return found
+
+    monkeypatch.setattr(Repo, "steps", then_the_training_goes_on)
+    assert latest(repo, "gpt") == at(1, 200)
+
+
+def test_i4_the_first_commit_after_a_resume_and_the_removal_of_its_parent_hide_nothing(
+    repo: Repo, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make.attempt(1)
+    parent = make.checkpoint(1, 100)
+    make.attempt(2, parent)
+    listed = Repo.steps
+
+    def then_the_training_goes_on(self: Repo, run: str, attempt: int) -> list[int]:
+        found = listed(self, run, attempt)
+        if attempt == 2 and repo.exists(parent):
+            make.checkpoint(2, 150)
+            repo.store.delete([f"{parent.directory}/{name}" for name in make.names(parent.directory)])
+        return found
+
+    monkeypatch.setattr(Repo, "steps", then_the_training_goes_on)
+    assert latest(repo, "gpt") == at(2, 150)

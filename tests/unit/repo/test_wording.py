@@ -339,7 +339,7 @@ def test_what_a_person_means_is_not_there(repo: Repo, make: Any) -> None:
         "gpt/61",
         shows + "all",
     )
-    hint = "give a step, latest, a tag, or attempt/step such as a0007/500"
+    hint = "give a step, latest, a tag, best:METRIC, or attempt/step such as a0007/500"
     assert said(UsageError, lambda: resolve(repo, "gpt", "No Name")) == (
         "'No Name' names no checkpoint",
         "No Name",

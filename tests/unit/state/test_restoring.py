@@ -143,11 +143,17 @@ def test_rename_by_prefix_and_by_function(carrier: Any) -> None:
         carrier.load(saved, None, rename={"net/enc.w": "net/enc2.w"})
 
 
-def test_an_object_where_the_checkpoint_has_entries_is_answered_with_a_hint(carrier: Any) -> None:
-    saved = carrier.save({"counter": Counter(1), "k": 2})
-    with pytest.raises(StateMismatch) as caught:
-        carrier.load(saved, Counter())
-    assert caught.value.hint == 'into={"counter": …}'
+def test_an_object_takes_the_one_entry_that_its_kind_has_saved(carrier: Any) -> None:
+    class Other(Counter):
+        pass
+
+    target = Counter()
+    assert carrier.load(carrier.save({"other": Other(7), "counter": Counter(1), "k": 2}), target) is target
+    assert target.count == 1
+    assert carrier.load(carrier.save({"other": Other(7), "k": 2}), target) is target and target.count == 7
+    with pytest.raises(StateMismatch, match="2 of them fit it: a, b") as caught:
+        carrier.load(carrier.save({"a": Counter(1), "b": Counter(2)}), target)
+    assert caught.value.hint == 'into={"a": …} names the entry' and target.count == 7
 
 
 def test_one_object_at_the_root(carrier: Any) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
 import pytest
 
+from support import loaded_interpreter
 from tenuto.store.contract import Bytes, leftovers_of
 from tenuto.store.local.store import LocalStore
 
@@ -50,17 +49,8 @@ LocalStore(sys.argv[1]).put_if_absent("runs/a/x", Deadly(), token="t0")
 @pytest.mark.parametrize("racers", [3])
 def test_processes_that_race_for_names_have_one_winner_each(tmp_path, racers):
     names = 25
-    command = [sys.executable, "-c", RACER, str(tmp_path / "store")]
-    processes = [
-        subprocess.Popen(
-            [*command, f"p{number}", str(names)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(racers)
-    ]
+    command = ["-c", RACER, str(tmp_path / "store")]
+    processes = [loaded_interpreter.Program([*command, f"p{number}", str(names)]) for number in range(racers)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:
@@ -68,7 +58,7 @@ def test_processes_that_race_for_names_have_one_winner_each(tmp_path, racers):
         process.stdin.flush()
     won = {}
     for number, process in enumerate(processes):
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate()
         assert process.returncode == 0, err
         for line in out.split():
             assert int(line) not in won, "two winners"
@@ -82,7 +72,7 @@ def test_processes_that_race_for_names_have_one_winner_each(tmp_path, racers):
 
 
 def test_a_process_killed_while_it_puts_leaves_a_temporary_and_no_object(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "store")], timeout=120, check=False)
+    ended = loaded_interpreter.run(["-c", KILLED, str(tmp_path / "store")])
     assert ended.returncode == -signal.SIGKILL
     store = LocalStore(tmp_path / "store")
     assert not list(store.walk(""))
@@ -104,7 +94,8 @@ atexit.register(lambda: print(tenuto.save(state, f"{sys.argv[1]}/first", run="y"
 
 
 def test_new_directories_are_made_at_the_end_of_the_interpreter_too(tmp_path):
-    done = subprocess.run([sys.executable, "-c", AT_EXIT, tmp_path], capture_output=True, text=True, check=True)
+    done = loaded_interpreter.run(["-c", AT_EXIT, str(tmp_path)])
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["y/a0001/3", "x/a0001/2"] and "Error" not in done.stderr
 
 
@@ -129,4 +120,5 @@ assert reached.wait(60)
 
 
 def test_i8_a_flush_that_hangs_does_not_keep_the_process_from_ending(tmp_path):
-    subprocess.run([sys.executable, "-c", HUNG, tmp_path], check=True, timeout=100)
+    done = loaded_interpreter.run(["-c", HUNG, str(tmp_path)])
+    assert done.returncode == 0, done.stderr

@@ -6,8 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from support import loaded_interpreter
 from support.broken_places import Refusing, damage, over
 from support.rank_threads import together
 from tenuto.codec.chunk_map import ChunkRange
@@ -366,12 +365,7 @@ for _ in range(2):
 
 def test_what_is_in_flight_when_a_script_ends_is_committed(tmp_path: Path) -> None:
     """The interpreter starts no more pools of threads by then."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path / "a"), str(tmp_path / "b")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = loaded_interpreter.run(["-c", ENDS, str(tmp_path / "a"), str(tmp_path / "b")])
     assert done.returncode == 0, done.stderr
     for place in "ab":
         assert next(iter(tenuto.Repository(tmp_path / place).checkpoints())).step == 2

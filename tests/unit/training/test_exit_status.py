@@ -1,11 +1,11 @@
 """Real processes: what a scheduler sees of a failure in the background."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from support import loaded_interpreter
 
 HEAD = """
 import atexit, os, sys, threading
@@ -17,7 +17,7 @@ from tenuto.training.preemption import Preempted
 def run(body, head=HEAD):
     """Runs a script; returns its exit status, stdout lines and stderr."""
     script = head + textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = loaded_interpreter.run(["-c", script])
     return done.returncode, done.stdout.split(), done.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from support import loaded_interpreter
 from support.held_store import PATIENCE_S, held
 from support.rank_threads import together
 from tenuto.api import save_load
@@ -112,7 +111,7 @@ def test_another_process_frees_nothing_in_the_middle_of_a_later_save(tmp_path: P
     ended: list[int] = []
 
     def retain() -> None:
-        ended.append(subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True).returncode)
+        ended.append(loaded_interpreter.run(["-c", script]).returncode)
 
     saved = while_it_writes(tmp_path, lambda store: tenuto.save(STATE, store), 2, retain)
     assert ended == [RunInUse.exit_code]

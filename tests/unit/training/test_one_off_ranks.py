@@ -32,6 +32,7 @@ from tenuto.events import CandidateSkipped
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import every
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.repo.notes import add_note
 
 ROWS = 12
 
@@ -61,6 +62,18 @@ def test_every_rank_saves_its_part_and_one_checkpoint_is_made(tmp_path: Path) ->
     restored = tenuto.load(tmp_path)
     assert np.array_equal(restored.state["w"], whole()) and restored.state["lr"] == 0.5
     assert restored.checkpoint.content == found[2].content
+
+
+def test_every_rank_loads_the_best_and_is_told_the_same_metrics(tmp_path: Path) -> None:
+    for number in (1.0, 2.0, 3.0):
+        save(tmp_path, number=number)
+    repo = tenuto.Repository(tmp_path)
+    for id, value in zip(repo.checkpoints(), (3.0, 1.0, 2.0), strict=True):
+        add_note(repo.repo, id, "metric", {"loss": value})
+    found = together(2, lambda ranks: tenuto.load(tmp_path, step="best:loss:min", ranks=ranks))
+    assert [(one.step, dict(one.metrics)) for one in found] == [(1, {"loss": 1.0})] * 2
+    latest = together(2, lambda ranks: tenuto.load(tmp_path, ranks=ranks))
+    assert [(one.step, dict(one.metrics)) for one in latest] == [(2, {"loss": 3.0})] * 2
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 5])

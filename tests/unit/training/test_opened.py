@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import uuid
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 import tenuto
+from support.loaded_interpreter import Program
 from tenuto.errors import (
     BadIndex,
     CheckpointNotFound,
@@ -305,18 +304,15 @@ with tenuto.Checkpointer(sys.argv[1], state, save=tenuto.every(steps=1), keep=te
 
 
 def test_a_checkpoint_stays_readable_while_training_removes_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TRAINING, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as training:
-        assert training.stdin is not None and training.stdout is not None
-        assert training.stdout.readline() == "at 1\n"
-        opened = opened_when_there(tmp_path)
-        assert opened.step == 1
-        training.stdin.write("\n")
-        training.stdin.flush()
-        assert training.stdout.readline() == "at 5\n"
-        training.stdin.write("\n")
-        training.stdin.close()
-        assert training.wait(60) == 0
+    training = Program(["-c", TRAINING, str(tmp_path)], torch=True)
+    assert training.stdout.readline() == "at 1\n"
+    opened = opened_when_there(tmp_path)
+    assert opened.step == 1
+    training.stdin.write("\n")
+    training.stdin.flush()
+    assert training.stdout.readline() == "at 5\n"
+    said = training.communicate("\n")
+    assert training.returncode == 0, said
     assert not (tmp_path / opened.id.directory / "manifest.json").exists()
     with pytest.raises(CheckpointNotFound):
         tenuto.open(tmp_path, step=1)

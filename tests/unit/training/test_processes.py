@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.loaded_interpreter import Program
 from support.tiny_training import state, steps_of, train
 from tenuto import every, keep, on
 from tenuto.errors import ForkedProcess, RanksNotSupported, RunInUse, Superseded, TenutoWarning, UsageError
@@ -36,24 +37,15 @@ def say(word):
 """
 
 
-def spawn(place: Path, body: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", HEAD + textwrap.dedent(body), str(place)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
+def spawn(place: Path, body: str, **environment: str) -> Program:
+    return Program(["-c", HEAD + textwrap.dedent(body), str(place)], env={**os.environ, **environment})
 
 
-def read(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
+def read(child: Program) -> str:
     return child.stdout.readline().strip()
 
 
-def go_on(child: subprocess.Popen[str]) -> None:
-    assert child.stdin is not None
+def go_on(child: Program) -> None:
     child.stdin.write("\n")
     child.stdin.flush()
 

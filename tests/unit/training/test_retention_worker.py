@@ -139,3 +139,26 @@ def test_a_policy_that_keeps_everything_has_no_rounds(
     tidying.after_commit(attempt, 1)
     assert tidying.join(30) and tidying.now(attempt) == 0
     assert attempt.repo.observer is None
+
+
+def test_a_round_that_is_just_being_started_is_waited_for(
+    attempt: Attempt, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidying = make(keep.latest(1))
+    starting, asked = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def held(thread: threading.Thread) -> None:
+        if thread.name == "tenuto-retention":
+            starting.set()
+            asked.wait(1)  # `join` runs meanwhile; it cannot say that it waits for the lock
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", held)
+    committing = threading.Thread(target=tidying.after_commit, args=(attempt, 1))
+    committing.start()
+    assert starting.wait(30)
+    assert tidying.join(30)  # raises RuntimeError if it joins a thread that has not begun
+    asked.set()
+    committing.join(30)
+    assert tidying.join(30)

@@ -16,6 +16,7 @@ from support.tiny_training import Gate, state, steps_of, train
 from tenuto import every, keep, on
 from tenuto.errors import (
     DeadlineExceeded,
+    NotARepository,
     SaveFailed,
     StateMismatch,
     StoreError,
@@ -286,7 +287,7 @@ def test_i9_memory_that_the_machine_does_not_have_is_not_taken(place: Path, monk
 
 def test_an_unwritable_place_is_told_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreError, match="file"):
+    with pytest.raises(NotARepository, match="file is a file"):
         tenuto.Checkpointer(tmp_path / "file", state())
     assert (tmp_path / "file").read_text() == "x"
 

@@ -1,6 +1,5 @@
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -9,6 +8,7 @@ import warnings
 
 import pytest
 
+from support.loaded_interpreter import Program
 from tenuto.training import preemption
 from tenuto.training.preemption import Preempted, SignalWatch, in_notebook, leaving_signals
 
@@ -218,13 +218,7 @@ def script(body):
     head = "import os, signal, sys\nfrom tenuto.training.preemption import SignalWatch\n"
     head += "from tenuto.training.preemption import Preempted\n"
     head += "def ready(): print('ready', flush=True)\n"
-    return subprocess.Popen(
-        [sys.executable, "-c", head + textwrap.dedent(body)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Program(["-c", head + textwrap.dedent(body)])
 
 
 LOOP = """

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tenuto.maintenance.retention import RetentionPlan
     from tenuto.model.ids import CheckpointId
     from tenuto.policy.keep import KeepPolicy
+    from tenuto.repo.repository import Repo
 
 
 EXAMPLES = examples(
@@ -33,7 +34,9 @@ def keep(
     latest: Annotated[int | None, typer.Option("--latest", metavar="N", help="Keep the newest N.")] = None,
     best: Annotated[
         list[str] | None,
-        typer.Option("--best", metavar=BEST, help="Keep the N best by METRIC; MODE is min (as if left out) or max."),
+        typer.Option(
+            "--best", metavar=BEST, help="Keep the N best by METRIC; MODE is min or max, else what training recorded."
+        ),
     ] = None,
     every_steps: Annotated[
         int | None, typer.Option("--every-steps", metavar="N", help="Keep the first at or after each multiple of N.")
@@ -55,13 +58,15 @@ def keep(
     from tenuto.maintenance.retention import preview, retain
     from tenuto.units import count, size
 
-    policy = _policy(latest, best or [], every_steps, every_hours)
+    if latest is None and not best and every_steps is None and every_hours is None:
+        raise UsageError("nothing says what to keep", hint="--latest 3, --best 2:val_loss:min, --every-steps 1000")
     repo = repository(where)
     name = run_of(repo, run)
     if name not in repo.runs():
         from tenuto.repo.lineage import resolve
 
         resolve(repo, name)  # raises, listing the existing runs
+    policy = _policy(latest, _best(repo, name, best or []), every_steps, every_hours)
     plan = preview(repo, name, policy)
     removed: tuple[CheckpointId, ...] = ()
     if not json:
@@ -77,30 +82,43 @@ def keep(
         )
 
 
-def _policy(latest: int | None, best: list[str], every_steps: int | None, every_hours: float | None) -> KeepPolicy:
+def _policy(
+    latest: int | None, best: list[KeepPolicy], every_steps: int | None, every_hours: float | None
+) -> KeepPolicy:
     from tenuto.policy import keep as keeping
 
-    parts = [*([keeping.latest(latest)] if latest is not None else []), *(_best(text) for text in best)]
+    parts = [*([keeping.latest(latest)] if latest is not None else []), *best]
     if every_steps is not None or every_hours is not None:
         parts.append(keeping.every(steps=every_steps, hours=every_hours))
-    if not parts:
-        raise UsageError("nothing says what to keep", hint="--latest 3, --best 2:val_loss:min, --every-steps 1000")
     policy = parts[0]
     for part in parts[1:]:
         policy = policy | part
     return policy
 
 
-def _best(text: str) -> KeepPolicy:
+def _best(repo: Repo, run: str, texts: list[str]) -> list[KeepPolicy]:
+    """Returns the policies of --best. Refuses a metric that no checkpoint has, which would keep or free the wrong ones,
+    and a MODE that is none."""
     from tenuto.policy import keep as keeping
+    from tenuto.repo.best import check_metric, measured, recorded_mode
 
-    number, _, rest = text.partition(":")
-    metric, colon, mode = rest.rpartition(":")
-    if not colon or mode not in ("min", "max"):
-        metric, mode = rest, "min"
-    if not number.isdecimal() or not metric:
-        raise UsageError(f"--best {text} is not {BEST}", subject=text, hint="--best 2:val_loss:min")
-    return keeping.best(int(number), metric, "max" if mode == "max" else "min")
+    found = measured(repo, run) if texts else []
+    policies = []
+    for text in texts:
+        number, _, rest = text.partition(":")
+        metric, colon, mode = rest.rpartition(":")
+        if not colon or (mode not in ("min", "max") and all(metric not in one.metrics for one in found)):
+            metric, mode = rest, ""
+        if not number.isdecimal() or not metric:
+            raise UsageError(f"--best {text} is not {BEST}", subject=text, hint="--best 2:val_loss:min")
+        if mode not in ("", "min", "max"):
+            raise UsageError(
+                f"--best {text}: {mode!r} is neither min nor max", subject=text, hint=f"--best {number}:{metric}:min"
+            )
+        check_metric(found, metric, run)
+        mode = mode or recorded_mode(found, metric) or "min"
+        policies.append(keeping.best(int(number), metric, "max" if mode == "max" else "min"))
+    return policies
 
 
 def _freed(plan: RetentionPlan) -> int:

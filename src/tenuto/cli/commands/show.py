@@ -129,7 +129,7 @@ def _packs_by_place(repo: Repo, manifest: Manifest, loaded: Contents) -> dict[st
 
 
 def _about(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> Iterator[tuple[str, str]]:
-    from tenuto.maintenance.facts import with_notes
+    from tenuto.repo.notes import with_notes
     from tenuto.units import count, size
 
     packs = count(sum(len(index.packs) for index in loaded.indexes), "pack")
@@ -175,7 +175,7 @@ def _unlogged(manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, str
 def _certificate(manifest: Manifest) -> list[tuple[str, str]]:
     """Returns the certificate's rows, the most important first; a list of phrases takes one row each."""
     found = manifest.certificate
-    others = [name for name in found if name not in CERTIFICATE and name != "watches"]
+    others = [name for name in found if name not in (*CERTIFICATE, "watches", "modes")]
     names = [name for name in CERTIFICATE if name in found] + others
     rows: list[tuple[str, str]] = []
     for name in names:
@@ -201,7 +201,7 @@ def _short(value: Any) -> str:
 def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...], is_latest: bool) -> dict[str, Any]:
     from tenuto.cli.views.shards import parts_json
     from tenuto.cli.views.state_tree import lines, values
-    from tenuto.maintenance.facts import with_notes
+    from tenuto.repo.notes import with_notes
 
     metrics = with_notes(manifest.metrics, notes)
     several = manifest.boxes is not None

@@ -25,7 +25,7 @@ Run = Annotated[
 OnlyRun = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.")]
 Step = Annotated[
     str,
-    typer.Option("--step", metavar="STEP", help="A step, latest, a tag, or attempt/step such as a0007/500."),
+    typer.Option("--step", metavar="STEP", help="A step, latest, a tag, best:METRIC[:MODE], or attempt/step."),
 ]
 Checkpoint = Annotated[
     str,
@@ -88,8 +88,9 @@ def checkpoint(repo: Repo, run: str | None, step: str) -> CheckpointId:
 
     RunNotFound and CheckpointNotFound list what exists instead.
     """
+    from tenuto.repo.best import BEST
     from tenuto.repo.lineage import may_be_tag, resolve
 
-    if step.count("/") > 1 and run is None:
+    if step.count("/") > 1 and run is None and not step.startswith(BEST):
         run = step.partition("/")[0]
     return resolve(repo, run or MAIN if may_be_tag(step) else run_of(repo, run), step)

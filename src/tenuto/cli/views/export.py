@@ -13,14 +13,14 @@ from types import TracebackType
 import numpy as np
 
 from tenuto.engine.read.choose import CheckpointLeaves
-from tenuto.errors import MissingExtra, StoreError, StoreFull, UsageError, install, typed
+from tenuto.errors import MissingExtra, StoreError, StoreFull, UsageError, did_you_mean, install, typed
 from tenuto.model.leaf import LeafSpec, dtype
 from tenuto.model.records import Manifest
 from tenuto.repo.format.safetensors import build_header
 from tenuto.state.contract import Buffer, LoadReport, Prepared, Sink
 from tenuto.state.restore.match import match_state
 from tenuto.state.restore.selection import Selection
-from tenuto.state.tree import LEAVES, kind_of, walk
+from tenuto.state.tree import KEYED, LEAVES, kind_of, walk
 
 Patterns = list[str] | None
 SHOWN = 5
@@ -32,6 +32,10 @@ class Export(ABC):
     def __init__(self, out: Path, include: Patterns, exclude: Patterns) -> None:
         self.out = out
         self.leaves = 0
+        self.entry: str | None = None
+        """The entry of the state that is written, under the names that its tensors have in it."""
+        self.choices: list[str] = []
+        """Entries and paths of tensors that could be chosen."""
         self.remarks: list[str] = []
         self._include = include
         self._exclude = exclude
@@ -101,17 +105,28 @@ class _Slice:
 class SafetensorsExport(Export):
     """Writes the leaves under their paths, read from the store straight into the file's pages."""
 
-    def __init__(self, out: Path, include: Patterns, exclude: Patterns, strip: str) -> None:
+    def __init__(self, out: Path, include: Patterns, exclude: Patterns, strip: str, entry: str | None) -> None:
         super().__init__(out, include, exclude)
         self._strip = strip
+        self._asked = entry
 
     def prepare(self, manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
-        takes = Selection(self._include, self._exclude).takes
+        paths = [spec.path for spec in leaves.specs if not spec.private]
+        entries = list(dict.fromkeys(path.partition("/")[0] for path in paths))
+        self.choices = [*entries, *paths]
+        self.entry = self._entry(manifest, paths, entries)
+        prefix = f"{self.entry}/" if self.entry else self._strip
+        selected = Selection(self._include, self._exclude).takes
+
+        def takes(path: str) -> bool:
+            return (self.entry is None or path.startswith(prefix)) and selected(path)
+
         chosen = [number for number, spec in enumerate(leaves.specs) if not spec.private and takes(spec.path)]
         chosen.sort(key=lambda number: (-leaves.specs[number].itemsize, leaves.specs[number].path))
         self.leaves = len(chosen)
         self.remarks = self._remarks(manifest, [leaves.specs[number] for number in chosen], takes)
-        header = build_header(self._entries([leaves.specs[number] for number in chosen]), self._metadata(manifest))
+        named = self._entries([leaves.specs[number] for number in chosen], prefix)
+        header = build_header(named, self._metadata(manifest))
         sizes = [leaves.specs[number].nbytes for number in chosen]
         whole = self._map(header, sum(sizes))
         wants: list[tuple[int, Sink]] = []
@@ -121,11 +136,42 @@ class SafetensorsExport(Export):
             at += size
         return Prepared(wants, lambda: None, LoadReport())
 
-    def _entries(self, specs: list[LeafSpec]) -> list[tuple[str, str, tuple[int, ...]]]:
+    def _entry(self, manifest: Manifest, paths: list[str], entries: list[str]) -> str | None:
+        """Returns the entry to write: the one asked for, else the state's one model, unless paths were chosen."""
+        if self._asked is not None:
+            if not any(path.startswith(f"{self._asked}/") for path in paths):
+                raise UsageError(
+                    f"{manifest.id} has no entry {self._asked!r} with tensors in it; there are: {_few(entries)}",
+                    subject=self._asked,
+                    hint=did_you_mean(self._asked, entries) or f"--entry {entries[0]}" if entries else None,
+                )
+            return self._asked
+        if self._include or self._exclude or self._strip or kind_of(manifest.tree) not in KEYED:
+            return None
+        nodes = {path: node for path, node in walk(manifest.tree) if path and "/" not in path}
+        models = [name for name, node in nodes.items() if kind_of(node) == "module"]
+        if not models and kind_of(nodes.get("model")) in KEYED and any(path.startswith("model/") for path in paths):
+            models = ["model"]
+        if len(models) > 1:
+            raise UsageError(
+                f"{manifest.id} has {len(models)} models: {_few(models)}",
+                subject=str(manifest.id),
+                hint=f"--entry {models[0]}, or --include '*' for every tensor of the state",
+            )
+        return models[0] if models else None
+
+    def _entries(self, specs: list[LeafSpec], prefix: str) -> list[tuple[str, str, tuple[int, ...]]]:
+        if self._strip and not any(spec.path.startswith(self._strip) for spec in specs):
+            prefixes = list(dict.fromkeys(start for spec in specs for start in _prefixes(spec.path)))
+            raise UsageError(
+                f"--strip {self._strip}: no name begins so; names are {_few([spec.path for spec in specs])}",
+                subject=self._strip,
+                hint=did_you_mean(self._strip, prefixes) or "leave --strip out",
+            )
         entries = []
         for spec in specs:
             code = dtype(spec.dtype).code
-            name = spec.path.removeprefix(self._strip)
+            name = spec.path.removeprefix(prefix)
             entries.append((name, code, spec.shape) if code else (name, "U8", (spec.nbytes,)))
         if len({name for name, _, _ in entries}) != len(entries) or any(not name for name, _, _ in entries):
             raise UsageError(
@@ -192,6 +238,13 @@ class TorchExport(Export):
                 self.remarks = self._write(found.apply(), file)
 
         return Prepared(found.wants, apply, found.report)
+
+
+def _prefixes(path: str) -> list[str]:
+    """Returns what can be stripped of a path: up to each slash, and up to each point behind the last one."""
+    return [
+        path[: at + 1] for at, letter in enumerate(path) if letter == "/" or (letter == "." and "/" not in path[at:])
+    ]
 
 
 def _flush(path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from tenuto.errors import CorruptionError, RunNotFound, StoreError, typed
+from tenuto.errors import CorruptionError, RunNotFound, StoreError, did_you_mean, typed
 from tenuto.model.ids import CheckpointId, run_key
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> li
             raise RunNotFound(
                 f"no run {only!r} at {repo.url}; there are: {there}",
                 subject=only,
-                hint=typed("tenuto", "ls", repo.url),
+                hint=did_you_mean(key, runs) or typed("tenuto", "ls", repo.url),
             )
         runs = {key: runs[key]}
     tags, rows = tags_of(repo), []
@@ -163,8 +163,8 @@ def _rows(
     newest: CheckpointId | None,
     tags: Mapping[CheckpointId, tuple[str, ...]],
 ) -> Iterator[RunRow]:
-    from tenuto.maintenance.facts import with_notes
     from tenuto.repo.lineage import stretches
+    from tenuto.repo.notes import with_notes
 
     committed = {save.id for save in saves if save.state == "committed"}
     lowest = min((save.id.attempt for save in saves), default=0)
@@ -174,11 +174,11 @@ def _rows(
             break
         line.append(stretch)
     for save in sorted(saves, key=lambda save: (save.id.attempt, save.id.step), reverse=True):
-        manifest = save.manifest
+        manifest, cut = save.manifest, _cut(repo, save)
         notes = notes_of(repo, save.id) if save.state == "committed" else ()
         yield RunRow(
             id=save.id,
-            state=save.state,
+            state="damaged" if cut else save.state,
             latest=save.id == newest,
             on_walk=(save.state == "committed" or save.id == newest or repo.exists(save.id))
             and any(stretch.covers(save.id) for stretch in line),
@@ -189,8 +189,19 @@ def _rows(
             metrics=with_notes(manifest.metrics, notes) if manifest else {},
             notes=notes,
             tags=tags.get(save.id, ()),
-            message=save.message,
+            message=cut or save.message,
         )
+
+
+def _cut(repo: Repo, save: SaveDirectory) -> str:
+    """Returns what is missing or cut of a committed save. The listing that it came with has the lengths; where they
+    differ, it is listed again, since it may have been committed, or removed, between that and its manifest."""
+    from tenuto.maintenance.census import census_of
+    from tenuto.repo.replicated.places import places_of
+
+    if places_of(repo.store) is not None or not save.cut():  # data files may lie in places that this listing lacks
+        return ""
+    return census_of(repo, save.id).cut()
 
 
 def tags_of(repo: Repo) -> dict[CheckpointId, tuple[str, ...]]:

@@ -25,6 +25,7 @@ from tenuto.state.update_barrier import (
     LateBound,
     LateCopies,
     LateLeaf,
+    Probe,
     Span,
     lower_barrier,
     raise_barrier,
@@ -181,6 +182,8 @@ class Fence:
                 bound = cast(LateBound, targets.at[span.leaf][0])
                 source = bound.hold(flattened.sources[span.leaf])
                 self._sources[span.leaf] = (source, bound.version(source))
+        self._read: dict[int, Probe] = {}
+        """The probes of each destination, by its id."""
         self._probes = self._take_probes()
         self._late: list[_Slice] | None = None
         self._copies: list[tuple[LateCopies, list[int]]] = []
@@ -217,7 +220,7 @@ class Fence:
             leaves.setdefault(bound, []).append(leaf)
         found: dict[int, Callable[[], bool]] = {}
         for bound, own in leaves.items():
-            same = cast(LateBound, self._targets.at[own[0]][0]).probe(parts[bound])
+            same = self._read[bound] = cast(LateBound, self._targets.at[own[0]][0]).probe(parts[bound])
             found.update((leaf, partial(same, number)) for number, leaf in enumerate(own))
         return found
 
@@ -262,7 +265,8 @@ class Fence:
         watched = {id(bound): own for bound, own in _by_bound(self._parts(self._choice.watched))}
         for bound, own in _by_bound(parts):
             seen = watched.get(id(bound), [])
-            copies = bound.late([part.source for part in own], [part.source for part in seen])
+            read = self._read.get(id(bound))
+            copies = bound.late([part.source for part in own], [part.source for part in seen], read)
             self._copies.append((copies, [part.leaf for part in seen]))
             for number, part in enumerate(own):
                 part.copies, part.number = copies, number
@@ -312,6 +316,10 @@ class Fence:
                         self._is_torn(leaf, UNCOUNTED)
                 elif not same:
                     self._observer.differs(leaf)  # it was copied as a whole at the save
+        for leaf in sorted(late):
+            if self._on_device(leaf) and not self._probes[leaf]():
+                with self._judging:
+                    self._is_torn(leaf, UNCOUNTED)
         self._compared = last
         self._judge_again()
 
@@ -326,8 +334,12 @@ class Fence:
                 source, version = self._sources[leaf]
                 if cast(LateBound, self._targets.at[leaf][0]).version(source) != version:
                     self._is_torn(leaf, "it was changed in place while it was being copied, and by no optimizer's step")
-                elif not self._probes[leaf]():
+                elif not self._on_device(leaf) and not self._probes[leaf]():
                     self._is_torn(leaf, UNCOUNTED)
+
+    def _on_device(self, leaf: int) -> bool:
+        """Returns whether the leaf's probe waits for a device. Only the thread that copies may."""
+        return cast(LateBound, self._targets.at[leaf][0]).on_device
 
     def _judge(self, part: _Slice) -> None:
         """Finds whether its leaf was changed before it was copied, as far as the framework counts changes."""
@@ -337,7 +349,7 @@ class Fence:
                 source, version = self._sources[part.leaf]
                 if part.bound.version(source) != version:
                     self._is_torn(part.leaf, "it was changed in place before it was copied, and by no optimizer's step")
-                elif not self._probes[part.leaf]():
+                elif not part.bound.on_device and not self._probes[part.leaf]():
                     self._is_torn(part.leaf, UNCOUNTED)
 
     def _is_torn(self, leaf: int, why: str) -> None:
@@ -452,7 +464,7 @@ class Fence:
         """Drops the references to the state's memory, as soon as it is neither copied nor compared any more."""
         with self._judging:
             if self._open and self._copied.is_set():
-                self._sources, self._probes, self._late, self._copies = {}, {}, [], []
+                self._sources, self._probes, self._read, self._late, self._copies = {}, {}, {}, [], []
 
 
 def unreported(late_s: float, cpu_s: float) -> None:

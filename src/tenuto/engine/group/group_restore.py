@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent
 from tenuto.model import canonical_json
+from tenuto.model.canonical_json import tag_number, untag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
@@ -25,6 +26,7 @@ from tenuto.ranks.contract import VoteResult
 from tenuto.ranks.round import REASON, Round
 from tenuto.repo.format.manifest import Aborted, decode_manifest
 from tenuto.repo.lineage import resolve
+from tenuto.repo.notes import noted_metrics
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
 from tenuto.state.restore.match import Unmatched, refuse_unmatched, unmatched_by_all
@@ -129,6 +131,12 @@ def _divided(raw: bytes) -> tuple[Json, bytes]:
     return canonical_json.loads(head), data
 
 
+def _completed(result: RestoreResult, skipped: Sequence[Skipped], noted: Mapping[str, Json]) -> RestoreResult:
+    """Returns the result with what the coordinator alone has looked for."""
+    metrics = dict(result.manifest.metrics) | {name: untag_number(value) for name, value in noted.items()}
+    return replace(result, skipped=tuple(skipped), metrics=metrics)
+
+
 TRY, NONE = b"try", b"none"
 DAMAGED: Final = "damaged: "
 _PASSED_OVER: Final = (CorruptionError, CheckpointNotFound)
@@ -191,9 +199,10 @@ class GroupRestore:
         copy = data if len(data) <= BROADCAST_BYTES else b""
         skipped = [(one, _shown(reason)) for one, reason in skipped]
         passed = [[_id_json(one), reason] for one, reason in skipped]
+        noted = {name: tag_number(value) for name, value in noted_metrics(self._repo, id).items()}
         with self._open_round() as round:
-            round.broadcast(b"\n".join([TRY, canonical_json.dumps([_id_json(id), mark, passed]), copy]))
-        return replace(self._read(id, lambda: data), skipped=tuple(skipped))
+            round.broadcast(b"\n".join([TRY, canonical_json.dumps([_id_json(id), mark, passed, noted]), copy]))
+        return _completed(self._read(id, lambda: data), skipped, noted)
 
     # -- the others ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +214,7 @@ class GroupRestore:
             if message == NONE:
                 return None
             _, name, data = message.split(b"\n", 2)
-            candidate, mark, passed = canonical_json.loads(name)
+            candidate, mark, passed, noted = canonical_json.loads(name)
             id = CheckpointId(*candidate)
             skipped = [(CheckpointId(*one), str(reason)) for one, reason in passed]
             for one, reason in skipped:
@@ -213,7 +222,7 @@ class GroupRestore:
                     reported.add(one)
                     self._emitter.emit(CandidateSkipped(one, reason))
             try:
-                return replace(self._read(id, partial(self._found, id, mark, data)), skipped=tuple(skipped))
+                return _completed(self._read(id, partial(self._found, id, mark, data)), skipped, noted)
             except CorruptionError as error:
                 reported.add(id)
                 self._emitter.emit(CandidateSkipped(id, error.message))

@@ -24,6 +24,7 @@ from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
 from tenuto.repo.format.objects import Origin
 from tenuto.repo.lineage import latest, walk
+from tenuto.repo.notes import noted_metrics
 from tenuto.repo.replicated.places import unreachable
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import LoadReport, Prepared
@@ -64,7 +65,8 @@ Skipped = tuple[CheckpointId, str]
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """What was restored, from where, and what was skipped on the way. `ranks`: the timings of several ranks."""
+    """What was restored, from where, and what was skipped on the way. `ranks`: the timings of several ranks. `metrics`:
+    those of the manifest and those noted later; None where nobody looked for notes."""
 
     id: CheckpointId
     manifest: Manifest
@@ -74,6 +76,7 @@ class RestoreResult:
     seconds: float
     skipped: tuple[Skipped, ...] = ()
     ranks: RankTimings | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 class _Vanished(Exception):
@@ -249,7 +252,8 @@ def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -
     state = prepared.apply()
     seconds = time.perf_counter() - began
     emitter.emit(RestoredEvent(id, moved, seconds, manifest.content))
-    return RestoreResult(id, manifest, state, prepared.report, moved, seconds)
+    metrics = {**manifest.metrics, **noted_metrics(repo, id)}
+    return RestoreResult(id, manifest, state, prepared.report, moved, seconds, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,10 +389,21 @@ class Restored:
         """The step of the checkpoint that was restored."""
         return self.checkpoint.step
 
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics logged with the step, and those noted for it later."""
+        return self.checkpoint.metrics
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """What `strict=False` has left as it was: paths that the checkpoint lacks, and those that differ, with how."""
+        return (*self.report.missing, *self.report.mismatched)
+
     @classmethod
     def of(cls, result: RestoreResult, where: str, memory_s: float | None = None) -> Restored:
         manifest = result.manifest
-        checkpoint = Checkpoint(where, result.id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
+        metrics = manifest.metrics if result.metrics is None else result.metrics
+        checkpoint = Checkpoint(where, result.id, manifest.bytes, manifest.leaves, manifest.content, metrics)
         return cls(
             state=result.state,
             report=result.report,

@@ -67,7 +67,7 @@ class Capturer:
         self.fingerprint = flattened.fingerprint
         # A window holds `STEPS_IN_WINDOW` of them, headers included.
         self._step = BATCH_BYTES if arena.window is None else min(BATCH_BYTES, arena.window // 8)
-        self._groups = _bind(flattened, layout, arena.buffer)
+        self._groups = _bind(flattened, layout, arena)
         self._batches: list[_Batch] | None = None
 
     def fits(self, flattened: Flattened) -> bool:
@@ -232,7 +232,7 @@ def _admit_all(end: int) -> None:
     """Waits for nothing: the memory holds the whole image."""
 
 
-def _bind(flattened: Flattened, layout: BufferLayout, buffer: Array) -> list[_Group]:
+def _bind(flattened: Flattened, layout: BufferLayout, arena: Arena) -> list[_Group]:
     device = np.asarray(flattened.device, np.int64)
     begins, ends = layout.start.tolist(), (layout.start + layout.length).tolist()
     sizes = {name: dtype(name).size for name in {spec.dtype for spec in flattened.specs}}
@@ -240,11 +240,12 @@ def _bind(flattened: Flattened, layout: BufferLayout, buffer: Array) -> list[_Gr
     for number, owner in enumerate(flattened.devices):
         leaves = layout.order[device[layout.order] == number].tolist() if len(device) else []
         if leaves:
-            views = [buffer[begins[leaf] : ends[leaf]] for leaf in leaves]
+            views = [arena.buffer[begins[leaf] : ends[leaf]] for leaf in leaves]
             specs = [flattened.specs[leaf] for leaf in leaves]
             itemsizes = tuple(sizes[spec.dtype] for spec in specs)
             long = np.flatnonzero(layout.length[leaves] >= PART_BYTES).tolist()
-            groups.append(_Group(tuple(leaves), itemsizes, tuple(long), owner.bind(specs, views)))
+            bound = owner.bind(specs, views, stays=arena.window is None)
+            groups.append(_Group(tuple(leaves), itemsizes, tuple(long), bound))
     return groups
 
 

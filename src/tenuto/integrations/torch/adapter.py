@@ -120,6 +120,10 @@ class TorchAdapter:
         value = _small(node, path)
         return lambda: value
 
+    def move(self, value: Any, device: Any) -> None:
+        if isinstance(value, nn.Module):
+            value.to(device)
+
     def allocate(self, spec: LeafSpec, node: Json, device: Any) -> tuple[Any, Sink]:
         return tensors.allocate(spec, device)
 
@@ -146,7 +150,11 @@ def _restore_generator(value: torch.Generator, node: Json, path: str, restorer: 
 def _fresh_generator(node: Json, path: str, restorer: Restorer) -> Thunk:
     with restorer.on("cpu"):
         state = restorer.rebuild(node.get("v"), path)
-    return lambda: torch.Generator().set_state(state())
+    device = str(node.get("device", "cpu"))
+    if device == "cuda" and not torch.cuda.is_available():
+        restorer.notes.append(f"{path}: no CUDA device is here for this generator; its state is loaded as a tensor")
+        return state
+    return lambda: torch.Generator(device).set_state(state())
 
 
 adapter: Final = TorchAdapter()

@@ -79,6 +79,8 @@ def _may_cover(entry: Any) -> bool:
 def _nondeterminism() -> Iterator[str]:
     if not torch.are_deterministic_algorithms_enabled():
         yield "torch may choose non-deterministic kernels: torch.use_deterministic_algorithms is off"
+    elif torch.is_deterministic_algorithms_warn_only_enabled():
+        yield "torch may choose non-deterministic kernels: torch.use_deterministic_algorithms is on with warn_only=True"
     if torch.backends.cudnn.benchmark:
         yield "cudnn.benchmark is on, so each process chooses its convolution algorithms by timing them"
 

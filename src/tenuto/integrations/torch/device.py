@@ -1,16 +1,18 @@
 """Copies tensors into host memory, with torch's own threads, streams and kernels.
 
 Late copies run in the background behind a fence: on the host in a thread, on an accelerator on a stream of their own.
-The accelerator's part has been run against fakes only, on no device yet.
+The accelerator's part has been run on one NVIDIA H100 (torch 2.11, CUDA 13.0): tests/cuda.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from itertools import accumulate
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tenuto.model.leaf import LeafSpec
 from tenuto.state.contract import Bound, Buffer
-from tenuto.state.update_barrier import LateCopies, LateLeaf
+from tenuto.state.update_barrier import LateCopies, LateLeaf, Probe
 
 HOST_STEP: Final = 4 << 20
 DEVICE_STEP: Final = 32 << 20
@@ -113,7 +115,12 @@ class DeviceCopies:
     """
 
     def __init__(
-        self, device: torch.device, views: Sequence[Buffer], parts: Sequence[LateLeaf], watched: Sequence[LateLeaf]
+        self,
+        device: torch.device,
+        views: Sequence[Buffer],
+        parts: Sequence[LateLeaf],
+        watched: Sequence[LateLeaf],
+        probe: DeviceProbe | None = None,
     ) -> None:
         self._device = device
         self._events: list[Any] = []
@@ -131,12 +138,14 @@ class DeviceCopies:
                     done.record(stream)
                     self._events.append(done)
                 self.unchanged = compare_on_device(device, views, watched) if watched else lambda: ()
+                if probe is not None:
+                    probe.take_again()
                 last = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 last.record(stream)
                 self._last = last
 
     def copy(self, number: int) -> None:
-        self._events[number].synchronize()
+        await_event(self._events[number])
 
     def order(self) -> bool:
         torch.cuda.current_stream(self._device).wait_event(self._last)
@@ -152,15 +161,90 @@ def compare_on_device(
         for retained, leaf, start, stop in parts:
             image = torch.from_numpy(views[leaf][start:stop]).to(device, non_blocking=True)
             unequal.append((image != as_bytes(retained)[start:stop]).any())
-        found = torch.stack(unequal)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(device))
+        found = _Answer(device, torch.stack(unequal))
 
-    def verdict() -> Sequence[bool]:
-        done.synchronize()
-        return [not one for one in found.tolist()]
+    return lambda: [not one for one in found().tolist()]
 
-    return verdict
+
+class DeviceProbe:
+    """Short parts of late leaves, read twice: at the save, and behind the copies. A kernel or few for all of them.
+
+    Called, it waits until both were read. The second time is before any update, which is ordered behind it.
+    """
+
+    def __init__(self, device: torch.device, parts: Sequence[LateLeaf]) -> None:
+        self._device = device
+        self._parts = [as_bytes(retained)[start:stop] for retained, _, start, stop in parts]
+        self._ends = list(accumulate(stop - start for _, _, start, stop in parts))
+        self._answer: _Answer | None = None
+        self._changed: list[bool] | None = None
+        with torch.no_grad(), torch.cuda.device(device):
+            self._taken = torch.cat(self._parts)  # on the stream of the training: what it queues later is not in it
+
+    def take_again(self) -> None:
+        """Reads the parts again in the order of the current stream, which waits for the first time already."""
+        self._answer = _Answer(self._device, torch.cat(self._parts) != self._taken)
+        self._parts = []
+
+    def __call__(self, number: int) -> bool:
+        if self._changed is None:
+            if self._answer is None:
+                return True  # nothing was copied, so nothing can be torn
+            unequal = self._answer().numpy()
+            begins = [0, *self._ends[:-1]]
+            self._changed = [bool(unequal[begin:end].any()) for begin, end in zip(begins, self._ends, strict=True)]
+        return not self._changed[number]
+
+
+class _Answer:
+    """Booleans that the current stream has computed, on their way to the host in its order: `tolist()` would go by the
+    stream of the thread that asks, behind all that training has queued there."""
+
+    def __init__(self, device: torch.device, found: torch.Tensor) -> None:
+        self._found = found.to("cpu", non_blocking=True)  # torch takes pinned memory for it
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record(torch.cuda.current_stream(device))
+
+    def __call__(self) -> torch.Tensor:
+        await_event(self._done)
+        return self._found
+
+
+def await_event(event: Any) -> None:
+    """Blocks until the device has come to an event.
+
+    While any thread records a CUDA graph, the driver refuses such a wait in every other thread, and spoils the graph,
+    unless the waiting thread asks to be left out.
+    """
+    with _beside_recording():
+        event.synchronize()
+
+
+_RELAXED: Final = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+
+
+@contextlib.contextmanager
+def _beside_recording() -> Iterator[None]:
+    """Makes calls of this thread's independent of graphs that others record."""
+    exchange = _capture_mode()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _capture_mode() -> Callable[[Any], int] | None:
+    try:
+        return cast(Callable[[Any], int], ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode)
+    except (OSError, AttributeError):
+        return None  # ROCm, whose driver has another name
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,10 +348,12 @@ class TorchBound:
     def version(self, retained: Any) -> int:
         return version(retained)
 
-    def late(self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = ()) -> LateCopies:
+    def late(
+        self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = (), probe: Probe | None = None
+    ) -> LateCopies:
         return HostCopies(self, self._views, parts, watched)
 
-    def probe(self, parts: Sequence[LateLeaf]) -> Callable[[int], bool]:
+    def probe(self, parts: Sequence[LateLeaf]) -> Probe:
         return probe_on_host(parts)
 
     def compare(self, parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
@@ -285,15 +371,18 @@ class AcceleratorBound(TorchBound):
     late_step = DEVICE_STEP
     on_device = True
 
-    def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer], device: torch.device) -> None:
+    def __init__(
+        self, specs: Sequence[LeafSpec], views: Sequence[Buffer], device: torch.device, *, stays: bool = True
+    ) -> None:
         super().__init__(specs, views)
-        self._device = device
+        self.device = device
         self._events: list[Any] = []
-        _pin(self, views)
+        if stays:
+            _pin(self, views)
 
     def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
         targets = self._targets
-        with torch.no_grad(), torch.cuda.device(self._device):
+        with torch.no_grad(), torch.cuda.device(self.device):
             for leaf in range(start, stop):
                 # A lazy conjugate or negative bit would be applied to the host's bytes at once, before they have
                 # arrived.
@@ -308,44 +397,66 @@ class AcceleratorBound(TorchBound):
     def can_wait(self, source: Any) -> bool:
         return can_wait(source)
 
-    def late(self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = ()) -> LateCopies:
-        return DeviceCopies(self._device, self._views, parts, watched)
+    def late(
+        self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = (), probe: Probe | None = None
+    ) -> LateCopies:
+        read = probe if isinstance(probe, DeviceProbe) else None
+        return DeviceCopies(self.device, self._views, parts, watched, read)
 
-    def probe(self, parts: Sequence[LateLeaf]) -> Callable[[int], bool]:
-        return lambda number: True  # a kernel and a transfer for each leaf would hold training up: the sample has to do
+    def probe(self, parts: Sequence[LateLeaf]) -> Probe:
+        return DeviceProbe(self.device, parts)
 
     def compare(self, parts: Sequence[LateLeaf]) -> Callable[[], Sequence[bool]]:
-        return compare_on_device(self._device, self._views, parts)
+        return compare_on_device(self.device, self._views, parts)
 
     def wait(self) -> None:
         for event in self._events:
-            event.synchronize()
+            await_event(event)
         self._events.clear()
 
 
-_pinned: dict[int, int] = {}
-"""Begin -> end of the memory this process registered: the driver reports a second registration late, at an unrelated
-call."""
+_pinned: dict[tuple[int, int], int] = {}
+"""Begin and end of the images this process registered -> those who copy into it. An image is registered as a whole and
+once: a copy into memory of which a part is registered fails, and the driver reports a second registration late, at an
+unrelated call."""
 
 
 def _pin(owner: AcceleratorBound, views: Sequence[Buffer]) -> None:
-    retained = [view for view in views if view.size]
-    if not retained:
+    image = next((_image_of(view) for view in views if view.size), None)
+    if image is None:
         return
-    begin = min(view.ctypes.data for view in retained) & ~4095
-    end = max(view.ctypes.data + view.size for view in retained)
-    if any(begin < other_end and other_begin < end for other_begin, other_end in _pinned.items()):
-        return
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(begin, end - begin, 0)) == 0:
-        _pinned[begin] = end
-        weakref.finalize(owner, _unpin, begin)
+    if image in _pinned:
+        _pinned[image] += 1
+    else:
+        begin, end = image
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostRegister(begin, end - begin, 0)):
+            _forget_error(owner)
+            return
+        _pinned[image] = 1
+    weakref.finalize(owner, _unpin, image)
 
 
-def _unpin(begin: int) -> None:
-    _pinned.pop(begin, None)
+def _image_of(view: Buffer) -> tuple[int, int]:
+    """Returns begin and end of the memory that a view is cut from."""
+    whole = view.base if isinstance(view.base, np.ndarray) else view
+    return whole.ctypes.data, whole.ctypes.data + whole.nbytes
+
+
+def _forget_error(bound: AcceleratorBound) -> None:
+    """The runtime keeps the error of a call that failed, and torch raises it at the next kernel that it launches: here,
+    and not in training."""
     with contextlib.suppress(RuntimeError):
-        torch.cuda.cudart().cudaHostUnregister(begin)  # type: ignore[no-untyped-call]
+        torch.zeros(1, device=bound.device)
+
+
+def _unpin(image: tuple[int, int]) -> None:
+    _pinned[image] -= 1
+    if _pinned[image]:
+        return
+    del _pinned[image]
+    with contextlib.suppress(RuntimeError), _beside_recording():
+        torch.cuda.cudart().cudaHostUnregister(image[0])  # type: ignore[no-untyped-call]
 
 
 class TorchDevice:
@@ -356,9 +467,9 @@ class TorchDevice:
         self.name = f"torch {device}"
         self.space = str(device)
 
-    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> Bound:
+    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer], *, stays: bool = True) -> Bound:
         if self._device.type == "cuda":
-            return AcceleratorBound(specs, views, self._device)
+            return AcceleratorBound(specs, views, self._device, stays=stays)
         return TorchBound(specs, views)
 
 

@@ -307,6 +307,9 @@ class TensorSink:
     def fill(self, data: Buffer) -> None:
         with torch.no_grad():
             source = over(writable(data), self._tensor.dtype, self._tensor.shape)
+            if self._tensor.is_cuda:
+                # Readers fill on a stream of their own: what training has queued on its stream may still write here.
+                torch.cuda.synchronize(self._tensor.device)
             raw(self._tensor).copy_(raw(source))
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.concurrency.worker_threads import gc_paused
-from tenuto.errors import CorruptionError, StateError, StateMismatch
+from tenuto.errors import CorruptionError, StateError, StateMismatch, did_you_mean
 from tenuto.model.leaf import LeafSpec, join, lineage
 from tenuto.model.records import Json
 from tenuto.state import frameworks
@@ -21,7 +21,7 @@ from tenuto.state.frameworks import is_stateful, type_name
 from tenuto.state.restore.entries import mapping_entries
 from tenuto.state.restore.restorer import Restorer, Thunk
 from tenuto.state.restore.selection import Patterns, Renaming, Selection
-from tenuto.state.tree import OWN, PRIVATE, children, items, kind_of, leaf_paths, name_of, terminals
+from tenuto.state.tree import KEYED, OWN, PRIVATE, children, items, kind_of, leaf_paths, name_of, terminals
 from tenuto.state.update_barrier import let_updates_pass
 
 SHOWN = 10
@@ -50,6 +50,7 @@ def match_state(
       or stay unchanged without a private tree; the rest goes only into `private_into`, a mapping.
     - `rename`: maps paths of the checkpoint to the target's: a mapping of prefixes, or a function.
     - `include`, `exclude`: globs or compiled expressions over the target's paths.
+    - `into`: a module, optimizer or other object takes the one entry of the checkpoint that fits it.
     - `device`: for new tensors and meta targets (default: host memory).
     - `apart`: other ranks have targets of their own; what this one does not take is in `unmatched`, no mismatch.
 
@@ -58,10 +59,13 @@ def match_state(
     """
     let_updates_pass()  # a save may still be copying what is filled
     shared, private = _checked_paths(tree, private_tree, specs)
+    matched = Renaming(rename).apply(tree) if rename is not None else tree
+    entry = _entry_for(matched, into, specs, len(shared), apart=apart)
+    if entry is not None:
+        into = {entry: into}
     restorer = Restorer(specs, into, Selection(include, exclude), device, strict, apart=apart)
     rest, own_nodes = _own_values(private_tree)
     restorer.begin_own(private_tree, len(shared), len(private), own_nodes)
-    matched = Renaming(rename).apply(tree) if rename is not None else tree
     restorer.begin(matched, 0, len(shared))
     root = _root(restorer, matched, into)
     own: Thunk | None = None
@@ -74,7 +78,7 @@ def match_state(
         restorer.skipped.extend(path for path in private if taken.isdisjoint(lineage(path)))
     _check(restorer, apart=apart)
     if strict and not restorer.selection.everything:
-        _check_selection(restorer, matched)
+        _check_selection(restorer, matched, include)
 
     def apply() -> Any:
         restorer.act()
@@ -82,7 +86,7 @@ def match_state(
         state = root()
         if own is not None:
             own()
-        return state
+        return state if entry is None else state[entry]
 
     wants, boxes = restorer.wants()
     left = _unmatched(restorer, matched) if apart and strict else None
@@ -131,18 +135,7 @@ def _root(restorer: Restorer, tree: Json, into: Any, path: str = "") -> Thunk:
         del restorer.created[before:]
         return built
     is_object = frameworks.adapter_for(type(into)) is not None or is_stateful(into)
-    keyed = kind_of(tree) in ("dict", "ordereddict", "defaultdict", "counter")
-    if is_object and keyed:
-        names = [str(key) for key, _ in items(tree)]
-        likely = next(
-            (str(key) for key, child in items(tree) if kind_of(child) in ("module", "object")),
-            names[0] if names else "model",
-        )
-        raise StateMismatch(
-            f"the checkpoint has the entries {', '.join(names[:SHOWN])}; the target is one {type_name(type(into))}",
-            subject=type_name(type(into)),
-            hint=f'into={{"{likely}": …}}',
-        )
+    keyed = kind_of(tree) in KEYED
     if isinstance(into, Mapping) and not is_object:
         if not keyed and kind_of(tree) != "module":
             raise StateMismatch(
@@ -155,6 +148,55 @@ def _root(restorer: Restorer, tree: Json, into: Any, path: str = "") -> Thunk:
             )
         return mapping_entries(restorer, tree, into, path, root=keyed)
     return restorer.value(tree, into, path)
+
+
+def _entry_for(tree: Json, into: Any, specs: Sequence[LeafSpec], count: int, *, apart: bool) -> str | None:
+    """Returns the entry of the checkpoint that the one object `into` takes; None where `into` is no object, or the
+    checkpoint has no entries.
+
+    It is the one that fits without a difference; where none does, the one of which anything fits, so that the
+    differences are named. Raises StateMismatch where there are several, or none at all.
+    """
+    is_object = into is not None and (frameworks.adapter_for(type(into)) is not None or is_stateful(into))
+    if not is_object or kind_of(tree) not in KEYED:
+        return None
+    names = [key for key, _ in items(tree) if isinstance(key, str)]
+    fitting: list[str] = []
+    alike: list[str] = []
+    refused: list[StateError] = []
+    for (name, child), (path, _) in zip(items(tree), children(tree, ""), strict=True):
+        if not isinstance(name, str):
+            continue
+        trial = Restorer(specs, {name: into}, Selection(), None, True, apart=apart)
+        trial.begin(tree, 0, count)
+        try:
+            trial.value(child, into, path)
+        except StateError as error:
+            refused.append(error)
+            continue
+        left_over = trial.unexpected and not apart
+        differs = trial.mismatched or trial.missing or trial.faults or trial.notes or left_over
+        if not differs:
+            fitting.append(name)
+        elif trial.restored or any(_subject(problem) != path for problem in trial.mismatched):
+            alike.append(name)
+    found = fitting or alike
+    if len(found) == 1:
+        return found[0]
+    if not found and len(refused) == 1:
+        raise refused[0]
+    kind = type_name(type(into))
+    which = f"{len(found)} of them fit it: {_few(found)}" if found else "none of them fits it"
+    raise StateMismatch(
+        f"the checkpoint has the entries {_few(names)}; the target is one {kind}, and {which}",
+        subject=kind,
+        hint=f'into={{"{(found or names or ["model"])[0]}": …}} names the entry',
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _selected(restorer: Restorer, tree: Json) -> Thunk:
@@ -200,7 +242,7 @@ def _check(restorer: Restorer, *, apart: bool) -> None:
         *_only_there(() if apart else restorer.unexpected),
     ]
     if restorer.strict and problems:
-        raise _mismatch(problems)
+        raise _mismatch(problems, [*restorer.unexpected, *restorer.skipped])
 
 
 def refuse_unmatched(paths: Sequence[str], missing: Sequence[str] = ()) -> None:
@@ -210,29 +252,50 @@ def refuse_unmatched(paths: Sequence[str], missing: Sequence[str] = ()) -> None:
 
 
 def _not_there(paths: Iterable[str]) -> list[str]:
-    return [f"{path}: not in the checkpoint" for path in paths]
+    return [f"{path}: {_ABSENT}" for path in paths]
+
+
+_ABSENT: Final = "not in the checkpoint"
 
 
 def _only_there(paths: Iterable[str]) -> list[str]:
     return [f"{path}: in the checkpoint only" for path in paths]
 
 
-def _mismatch(problems: Sequence[str]) -> StateMismatch:
+_ADVICE: Final = (
+    "strict=False restores what fits: ckpt.restore(strict=False), or tenuto.load(…, strict=False); "
+    "load's rename=, include= and exclude= say what belongs where"
+)
+
+
+def _mismatch(problems: Sequence[str], there: Sequence[str] = ()) -> StateMismatch:
     return StateMismatch(
         _listed(problems, "the checkpoint and the target differ"),
         subject=_subject(problems[0]),
-        hint="strict=False restores what fits; rename=, include= and exclude= say what belongs where",
+        hint=_nearest_hint(problems, there) or _ADVICE,
     )
 
 
-def _check_selection(restorer: Restorer, tree: Json) -> None:
+def _nearest_hint(problems: Sequence[str], there: Sequence[str]) -> str | None:
+    """Returns what a path that the checkpoint lacks may have been meant to be, of what only the checkpoint has."""
+    first = _subject(problems[0])
+    near = did_you_mean(first, there) if problems[0] == f"{first}: {_ABSENT}" else None
+    return None if near is None else f"{near} {_ADVICE}"
+
+
+def _check_selection(restorer: Restorer, tree: Json, include: Patterns | None) -> None:
     """Raises StateMismatch for a selection that matches nothing, which is certainly a mistake."""
     paths = terminals(tree, "")
     if paths and not any(map(restorer.selection.takes, paths)):
+        patterns = [include] if isinstance(include, str | re.Pattern) else include or ()
+        globs = [one for one in patterns if isinstance(one, str)]
+        there = [*dict.fromkeys(path.partition("/")[0] for path in paths), *paths]
+        near = (did_you_mean(glob.removesuffix("*").removesuffix("/"), there) for glob in globs)
         raise StateMismatch(
             "include= and exclude= leave nothing of the checkpoint",
             subject=paths[0],
-            hint=f"they are globs over paths such as {paths[0]!r}; strict=False restores nothing without a word",
+            hint=next(filter(None, near), None)
+            or f"they are globs over paths such as {paths[0]!r}; strict=False restores nothing without a word",
         )
 
 

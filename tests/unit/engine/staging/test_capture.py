@@ -49,7 +49,7 @@ class FakeDevice:
         self.name, self.can_split = name, splits
         self.bounds: list[FakeBound] = []
 
-    def bind(self, specs: Sequence[LeafSpec], views: Sequence[np.ndarray]) -> FakeBound:
+    def bind(self, specs: Sequence[LeafSpec], views: Sequence[np.ndarray], *, stays: bool = True) -> FakeBound:
         assert [spec.nbytes for spec in specs] == [len(view) for view in views]
         self.bounds.append(FakeBound(views, self.can_split))
         return self.bounds[-1]

@@ -62,7 +62,7 @@ class Bound:
     def version(self, held: Source) -> int:
         return held.changes
 
-    def late(self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = ()) -> Copies:
+    def late(self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = (), probe: object = None) -> Copies:
         return Copies(self, parts, watched)
 
     def probe(self, parts: Sequence[LateLeaf]) -> Callable[[int], bool]:
@@ -97,7 +97,7 @@ class Device:
         self.on_device = on_device
         self.before_copy: Callable[[int], object] = lambda number: None
 
-    def bind(self, specs: Sequence[LeafSpec], views: Sequence[np.ndarray[Any, Any]]) -> Bound:
+    def bind(self, specs: Sequence[LeafSpec], views: Sequence[np.ndarray[Any, Any]], *, stays: bool = True) -> Bound:
         return Bound(views, self)
 
 

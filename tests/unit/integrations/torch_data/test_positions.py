@@ -231,7 +231,7 @@ WITH_WORKERS: dict[str, Make] = {
 def test_prefetched_batches_do_not_count(make: Make) -> None:
     per_epoch = len(make())
     steps = 2 * per_epoch + 2
-    check(make, steps, [2, per_epoch, per_epoch + 1, 2 * per_epoch])
+    check(make, steps, [2, per_epoch, per_epoch + 1])
     position = script(make)[1]
     assert position.exact
     assert "augmentation" in position.caveats[0]
@@ -321,7 +321,7 @@ STATEFUL: dict[str, Make] = {
 def test_a_stateful_loader_keeps_its_own_position(make: Make) -> None:
     assert isinstance(script(make)[1], StatefulLoaderPosition)
     steps = 15
-    stops = [[3, 6], [7, 12]] if make().num_workers else [[1, 5, 13], [2, 4, 6, 8], [3, 7, 12], [9, 11, 14], [10]]
+    stops = [[3, 6, 7, 12]] if make().num_workers else [[1, 5, 13], [2, 4, 6, 8], [3, 7, 12], [9, 11, 14], [10]]
     for where in stops:
         check(make, steps, where, plain=make().num_workers == 0 and not isinstance(make().sampler, ResumableSampler))
 

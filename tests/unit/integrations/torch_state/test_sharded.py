@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tenuto
-from support import sharded_forks
+from support import loaded_interpreter, sharded_forks
 from support.factored_optimizer import Factored
 from support.leaf_forms import forms_of
 from tenuto.errors import StateError, StateMismatch, Unserialisable, UsageError
@@ -165,8 +163,9 @@ def test_a_sum_over_one_rank_is_made_already(alone: None, carrier: Any) -> None:
 def test_every_way_that_tensor_parallelism_and_fsdp_cut_rows() -> None:
     """Three ranks of FSDP around two of tensor parallelism, where strided shards are not what torch reads them as."""
     widths = [1, 5, 13]
-    program = [sys.executable, sharded_forks.__file__, *map(str, widths)]
-    told = subprocess.run(program, capture_output=True, text=True, timeout=240, check=True).stdout
+    done = loaded_interpreter.run([sharded_forks.__file__, *map(str, widths)], torch=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout
     for width, ranks in zip(widths, json.loads(told), strict=True):
         rows = [(begin, values) for rank in ranks for begin, values in rank]
         assert all(values == [float(begin + place) for place in range(len(values))] for begin, values in rows)

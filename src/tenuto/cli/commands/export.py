@@ -1,4 +1,4 @@
-"""`tenuto restore`: writes a checkpoint, or part of it, to one file."""
+"""`tenuto export`: writes a model's weights, or any part of a checkpoint, to one file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import checkpoint, repository, run_of
-from tenuto.errors import UsageError, typed
+from tenuto.errors import UsageError, did_you_mean, typed
 
 if TYPE_CHECKING:
     from tenuto.cli.views.export import Export
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = examples(
-    "tenuto restore /data/checkpoints state.pt",
-    "tenuto restore /data/checkpoints weights.safetensors --include model --strip model/",
-    "tenuto restore /data/checkpoints old.pt --run gpt --step 500 --exclude optimizer",
+    "tenuto export /data/checkpoints model.safetensors --step best:val_loss",
+    "tenuto export /data/checkpoints ema.safetensors --entry ema",
+    "tenuto export /data/checkpoints everything.pt --run gpt --step 500",
 )
 Patterns = list[str]
 
 
-def restore(
+def export(
+    context: typer.Context,
     where: options.Where,
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="The file to write: *.safetensors or *.pt.", show_default=False)
@@ -34,6 +35,10 @@ def restore(
     *,
     run: options.Run = None,
     step: options.Step = "latest",
+    entry: Annotated[
+        str | None,
+        typer.Option("--entry", metavar="NAME", help="This entry of the state, its tensors under their names in it."),
+    ] = None,
     include: Annotated[
         Patterns | None, typer.Option("--include", metavar="GLOB", help="Only these paths and what is below them.")
     ] = None,
@@ -47,28 +52,28 @@ def restore(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Write a checkpoint, every byte verified, to one file.
+    """Write a model's weights, or any other part, to a file.
 
-    No Tenuto is needed to read it. A *.safetensors file gets the leaves, under their paths. A *.pt file (needs torch)
-    gets the whole state as nested dicts of tensors and plain values, which torch.load(weights_only=True) reads. OUT
-    appears whole or not at all.
+    Every byte is verified. A *.safetensors file gets the tensors of the state's one model (all, where it has none),
+    under their names in it; a *.pt file the whole state, as torch.load(weights_only=True) reads it.
     """
     from tenuto.units import count, seconds, size
 
     repo = repository(where)
-    export = _export(out, strip, include, exclude)
+    file = _file(out, entry, strip, include, exclude)
     if out.exists() and not force:
         raise UsageError(f"{out} is there already", subject=str(out), hint="--force replaces it")
-    with export:
-        result = _restore(repo, run, step, export)
-        if not export.leaves and out.suffix == ".safetensors" and (include or exclude):
+    with file:
+        result = _restore(repo, run, step, file)
+        if not file.leaves and out.suffix == ".safetensors" and (include or exclude):
             raise UsageError(
-                f"no leaf of {result.id} is left by --include and --exclude; nothing was written",
+                f"no tensor of {result.id} is left by --include and --exclude; nothing was written",
                 subject=str(result.id),
-                hint=f"{typed('tenuto', 'show', repo.url, '--run', result.id.run)} shows the paths",
+                hint=did_you_mean((include or [""])[0].rstrip("*/"), file.choices)
+                or f"{typed('tenuto', 'show', repo.url, '--run', result.id.run)} shows the paths",
             )
-        export.publish(force=force)
-    for remark in export.remarks:
+        file.publish(force=force)
+    for remark in file.remarks:
         output.story(f"note: {remark}")
     if json:
         body = {
@@ -76,28 +81,36 @@ def restore(
             "checkpoint": result.id,
             "out": str(out),
             "bytes": result.bytes,
-            "leaves": export.leaves,
+            "leaves": file.leaves,
+            "entry": file.entry,
             "seconds": result.seconds,
             "skipped": [{"checkpoint": id, "reason": reason} for id, reason in result.skipped],
-            "notes": export.remarks,
+            "notes": file.remarks,
         }
-        output.document("restore", body)
+        output.document(context.info_name or "export", body)
     else:
-        leaves = count(export.leaves, "leaf")
-        output.line(f"{out}: {result.id}, {leaves}, {size(result.bytes)} verified in {seconds(result.seconds)}")
+        what = count(file.leaves, "tensor") + (f" of entry {file.entry}" if file.entry else "")
+        verified = f"{size(result.bytes)} verified in {seconds(result.seconds)}"
+        output.line(f"{out}: {what}, step {result.id.step} ({result.id}), {verified}")
 
 
-def _export(out: Path, strip: str, include: Patterns | None, exclude: Patterns | None) -> Export:
+def _file(out: Path, entry: str | None, strip: str, include: Patterns | None, exclude: Patterns | None) -> Export:
+    if entry is not None and (include or strip):
+        raise UsageError(
+            "--entry chooses tensors and their names: it goes with neither --include nor --strip",
+            subject="--entry",
+            hint=f"leave them out, or write --include {entry} --strip {entry}/",
+        )
     if out.suffix == ".safetensors":
         from tenuto.cli.views.export import SafetensorsExport
 
-        return SafetensorsExport(out, include, exclude, strip)
+        return SafetensorsExport(out, include, exclude, strip, entry)
     if out.suffix in (".pt", ".pth"):
-        if strip:
+        if strip or entry is not None:
             raise UsageError(
-                "--strip is for *.safetensors files; a *.pt file keeps the state's own nesting",
-                subject="--strip",
-                hint="leave --strip out, or write a *.safetensors file",
+                "--entry and --strip are for *.safetensors files; a *.pt file keeps the state's own nesting",
+                subject="--strip" if strip else "--entry",
+                hint="use --include, or write a *.safetensors file",
             )
         from tenuto.cli.views.export import TorchExport
 

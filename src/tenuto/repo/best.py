@@ -1,0 +1,167 @@
+"""The best checkpoint of a run by a metric, as the selector `best:val_loss` names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from tenuto.errors import (
+    CheckpointNotFound,
+    CorruptionError,
+    MetricNotLogged,
+    ObjectNotFound,
+    StoreError,
+    UsageError,
+    did_you_mean,
+)
+from tenuto.model.ids import CheckpointId, run_key
+from tenuto.model.records import Manifest
+from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
+from tenuto.repo.notes import ignore, notes, verification_of, with_notes
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import is_unreadable
+
+Mode = Literal["min", "max"]
+BEST: Final = "best:"
+MODES: Final = "modes"
+"""The part of a certificate that says in which direction each metric improves, as the policies of training have it."""
+_EXAMPLE: Final = '"best:val_loss"'
+
+
+@dataclass(frozen=True, slots=True)
+class BestSelector:
+    """`best:METRIC` or `best:METRIC:min|max`. `mode`: None for the direction that training has recorded."""
+
+    metric: str
+    mode: Mode | None = None
+
+    @classmethod
+    def parse(cls, text: object) -> BestSelector | None:
+        """Returns None for what selects in another way. Raises UsageError where no metric is named."""
+        if not isinstance(text, str) or not text.startswith(BEST):
+            return None
+        from tenuto.policy.numbers import metric_name, min_or_max  # a load of the latest needs no policies
+
+        name = text.removeprefix(BEST)
+        metric, colon, mode = name.rpartition(":")
+        if not colon or mode not in ("min", "max"):
+            return cls(metric_name(name, _EXAMPLE))
+        return cls(metric_name(metric, _EXAMPLE), min_or_max(mode, metric))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A checkpoint as `best` judges it: its metrics, also those noted later, whether damage was noted, and the
+    directions in which its training's policies say that metrics improve."""
+
+    id: CheckpointId
+    metrics: Mapping[str, float]
+    suspect: bool = False
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+
+
+def best(repo: Repo, run: str, selector: BestSelector) -> CheckpointId:
+    """Returns the run's best checkpoint by a metric, also where training has left its line behind.
+
+    Ties go to the newest. NaN is never best, nor is a checkpoint that is known to be damaged. Raises CheckpointNotFound
+    if the run has no checkpoint, MetricNotLogged, naming those that exist, if none has the metric, and UsageError if
+    no mode is given and none is recorded.
+    """
+    return best_of(measured(repo, run), selector, run)
+
+
+def best_of(found: list[Measured], selector: BestSelector, run: str) -> CheckpointId:
+    """Returns the best of `found`, a run's checkpoints in any order. Raises like `best`."""
+    from tenuto.policy.keep import Best, CheckpointFacts
+
+    metric = selector.metric
+    newest_first = sorted(found, key=lambda one: (one.id.attempt, one.id.step), reverse=True)
+    if not newest_first:
+        raise CheckpointNotFound(f"run {run!r} has no checkpoint that can be read", subject=run)
+    check_metric(newest_first, metric, run)
+    with_metric = [one for one in newest_first if metric in one.metrics]
+    mode = selector.mode or recorded_mode(newest_first, metric)
+    if mode is None:
+        raise UsageError(
+            f"is the lowest {metric} the best or the highest? No keep.best and no on.improve has recorded it",
+            subject=metric,
+            hint=f"{BEST}{metric}:min, or {BEST}{metric}:max",
+        )
+    ranked = Best(1, metric, mode).ranked([CheckpointFacts(one.id, metrics=one.metrics) for one in with_metric])
+    damaged = {one.id for one in with_metric if one.suspect}
+    whole = [facts.id for facts in ranked if facts.id not in damaged]
+    if whole:
+        return whole[0]
+    why = "is nan in" if not ranked else "is a number only in damaged ones of"
+    raise CheckpointNotFound(
+        f"run {run!r} has no best checkpoint: {metric} {why} all {len(with_metric)} that have it",
+        subject=metric,
+        hint="give a step, or another metric",
+    )
+
+
+def check_metric(found: list[Measured], metric: str, run: str) -> None:
+    """Raises MetricNotLogged, naming those that exist, if no checkpoint has the metric."""
+    if any(metric in one.metrics for one in found):
+        return
+    names = sorted({name for one in found for name in one.metrics})
+    there = ", ".join(names) or "none"
+    raise MetricNotLogged(
+        f"no checkpoint of run {run!r} has a metric {metric!r}; metrics that there are: {there}",
+        subject=metric,
+        hint=did_you_mean(metric, names) or f"training logs it by ckpt.log({metric}=…)",
+    )
+
+
+def best_of_each(found: list[Measured], run: str) -> dict[str, CheckpointId]:
+    """Returns the best checkpoint by each metric whose direction training has recorded, for a listing to mark."""
+    newest_first = sorted(found, key=lambda one: (one.id.attempt, one.id.step), reverse=True)
+    marked = {}
+    for metric in sorted({name for one in newest_first for name in one.modes}):
+        with suppress(CheckpointNotFound, MetricNotLogged):  # nothing to mark
+            marked[metric] = best_of(newest_first, BestSelector(metric), run)
+    return marked
+
+
+def recorded_mode(newest_first: list[Measured], metric: str) -> Mode | None:
+    """Returns the direction in which the metric improves, as the newest checkpoint has it that says so."""
+    return next((one.modes[metric] for one in newest_first if metric in one.modes), None)
+
+
+def measured(repo: Repo, run: str) -> list[Measured]:
+    """Returns the run's checkpoints, newest first, with their metrics. One whose manifest cannot be read is left out.
+
+    Reads a manifest and the notes of each, and no tree.
+    """
+    run, found = run_key(run), []
+    for number in reversed(repo.attempts(run)):
+        for step in repo.steps(run, number):
+            id = CheckpointId(run, number, step)
+            manifest = _outline(repo, id)
+            if manifest is not None:
+                noted = notes(repo, id, report=ignore)
+                suspect = verification_of(noted) == "suspect"
+                found.append(Measured(id, with_notes(manifest.metrics, noted), suspect, _modes(manifest)))
+    return found
+
+
+def _outline(repo: Repo, id: CheckpointId) -> Manifest | None:
+    try:
+        data = repo.store.get(id.manifest, limit=MAX_MANIFEST)
+        cut = decode_outline(data, id, repo.id)
+        found = decode_manifest(data, id, repo.id) if cut is None else cut[0]
+    except (ObjectNotFound, CorruptionError):
+        return None
+    except StoreError as error:
+        if is_unreadable(error):
+            return None
+        raise
+    return None if isinstance(found, Aborted) else found
+
+
+def _modes(manifest: Manifest) -> dict[str, Mode]:
+    recorded = manifest.certificate.get(MODES)
+    pairs = recorded.items() if isinstance(recorded, Mapping) else ()
+    return {name: mode for name, mode in pairs if mode in ("min", "max")}
