@@ -13,38 +13,112 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from reference_examples import EXAMPLES  # beside this file
 
 HERE = Path(__file__).parent / "reference"
 SOURCES = Path(__file__).parents[1] / "src"
 HEAD = "<!-- Generated from the docstrings by `make reference`; a change here is lost. -->\n\n"
 
 
+GROUPS = {
+    "training.md": (
+        "Train, and resume",
+        "The Checkpointer, when it saves, what it keeps, and what it says about it.",
+        ["Checkpointer", "every", "on", "keep", "Save", "Stats", "Timing", "RankTimings", "Preempted"],
+    ),
+    "save-and-load.md": (
+        "Save and load",
+        "One checkpoint, without a training loop around it.",
+        ["save", "load", "Restored", "Checkpoint", "register", "Tagged", "__version__"],
+    ),
+    "look-inside.md": (
+        "Look inside",
+        "What is there, and the tensors of one checkpoint, without restoring it.",
+        ["Repository", "open", "Opened"],
+    ),
+    "ranks.md": (
+        "Many GPUs",
+        "What several processes hold, where torch does not say it, and how they meet.",
+        ["shard", "fused", "flat", "per_rank", "replicated", "declare", "SharedFiles", "Solo"],
+    ),
+    "places.md": (
+        "Several places",
+        "A repository on the disk of each node, or several times over. Both stand wherever a path does.",
+        ["PerNode", "Mirror"],
+    ),
+}
+"""The names of `tenuto` by task; each page's title and first sentence. Errors have a page of their own."""
+
+HIDDEN = {
+    "Checkpoint.__init__", "Opened.__init__", "Opened.node", "Opened.specs", "Preempted.__init__",
+    "RankTimings.__init__", "RankTimings.of", "RankTimings.of_parts", "RankTimings.read", "RankTimings.to_json",
+    "Repository.manifest", "Repository.notes", "Restored.__init__", "Restored.of",
+    "Save.__init__", "Save.begin", "Save.end", "Save.moved_s", "Save.moves", "Save.stuck", "Save.wait_behind",
+    "keep.protections",
+    "SharedFiles.is_coordinator", "SharedFiles.kv_store", "Solo.__init__", "Solo.kv_store",
+    "telemetry.JsonLines.emit", "telemetry.LogSink.emit", "telemetry.ProgressBar.emit",
+    "Stats.__init__", "Timing.__init__", "Timing.read", "Timing.to_json",
+}  # fmt: skip
+"""Public in Python, and for Tenuto's own use: they take or give what only the engine has."""
+
+OF_ERRORS = ("TenutoError", "TenutoWarning")
+
+
 def pages() -> dict[str, str]:
     """Every page by its name."""
     package = griffe.load("tenuto", search_paths=[SOURCES], submodules=True)
     return {
-        "python.md": HEAD + "\n".join(python(package)),
+        "README.md": HEAD + "\n".join(contents(package)),
+        **{name: HEAD + "\n".join(group(package, *about)) for name, about in GROUPS.items()},
         "torch.md": HEAD + "\n".join(torch(package)),
         "errors.md": HEAD + "\n".join(errors(package)),
+        "logging.md": HEAD + "\n".join(sinks(package)),
         "events.md": HEAD + "\n".join(events(package)),
         "command-line.md": HEAD + "\n".join(command_line()),
     }
 
 
-def python(package: Any) -> Iterator[str]:
+def contents(package: Any) -> Iterator[str]:
+    """Every name, with the first sentence of what it is."""
+    yield "# Reference\n\nEverything that is public, by task. `import tenuto` loads no framework.\n"
+    for page, (title, sentence, names) in GROUPS.items():
+        yield f"## [{title}]({page})\n\n{sentence}\n\n| name | |\n|---|---|"
+        for name in names:
+            yield f"| [`tenuto.{name}`]({page}#tenuto{name.lower()}) | {first_sentence(package, name)} |"
+        yield ""
+    yield "## More\n\n| page | |\n|---|---|"
+    yield "| [`tenuto.torch`](torch.md) | a sampler whose order no number of ranks changes |"
+    yield "| [`tenuto.errors`](errors.md) | the tree of errors, and the exit status of each |"
+    yield "| [`tenuto.telemetry`](logging.md) | sinks: logging, a progress bar, JSON lines |"
+    yield "| [`tenuto.events`](events.md) | what sinks receive |"
+    yield "| [`tenuto`](command-line.md) | the command, its options and exit statuses |\n"
+
+
+def first_sentence(package: Any, name: str) -> str:
+    if name == "__version__":
+        return "The version, a string."
+    paragraph = text(found_at(package, name)).partition("\n\n")[0].partition("\n- ")[0].replace("\n", " ")
+    return re.split(r"(?<=[.:]) (?=[A-Z`])", paragraph)[0].rstrip(":.") + "."
+
+
+def found_at(package: Any, name: str) -> Any:
     import tenuto
 
-    yield "# `tenuto`\n"
-    yield "```text\nimport tenuto\nfrom tenuto import every, keep, on\n```\n"
-    homes = tenuto._HOME
-    for name in [name for name in tenuto.__all__ if name != "__version__"]:
-        if name in ("keep", "on"):
-            yield from module(name, package[f"policy.{name}"])
-            continue
-        home = "policy.save" if name == "every" else homes[name].removeprefix("tenuto.")
-        yield from documented(package[f"{home}.{name}"], f"tenuto.{name}", level=2)
-    yield "## `tenuto.__version__`\n"
-    yield "The version, a string.\n"
+    if name in ("keep", "on"):
+        return package[f"policy.{name}"]
+    home = "policy.save" if name == "every" else tenuto._HOME[name].removeprefix("tenuto.")
+    return package[f"{home}.{name}"]
+
+
+def group(package: Any, title: str, sentence: str, names: list[str]) -> Iterator[str]:
+    yield f"# {title}\n\n{sentence}\n"
+    for name in names:
+        if name == "__version__":
+            yield "## `tenuto.__version__`\n\nThe version, a string.\n"
+        elif name in ("keep", "on"):
+            yield from module(name, found_at(package, name))
+        else:
+            yield from documented(found_at(package, name), f"tenuto.{name}", level=2)
 
 
 def torch(package: Any) -> Iterator[str]:
@@ -58,36 +132,56 @@ def torch(package: Any) -> Iterator[str]:
 def module(name: str, found: Any) -> Iterator[str]:
     yield f"## `tenuto.{name}`\n"
     yield f"{found.docstring.value}\n"
+    yield from example(f"tenuto.{name}")
     for one in found.members.values():
-        if not one.is_alias and one.is_function and not one.name.startswith("_"):
+        if one.is_alias or not one.is_function or one.name.startswith("_"):
+            continue
+        if f"{name}.{one.name}" not in HIDDEN:
             yield from documented(one, f"{name}.{one.name}", level=3)
+
+
+def example(name: str) -> Iterator[str]:
+    if name in EXAMPLES:
+        yield f"```python\n{EXAMPLES[name].strip()}\n```\n"
 
 
 def documented(found: Any, name: str, *, level: int) -> Iterator[str]:
     """A class with its public methods and properties, or a function."""
-    yield f"{'#' * level} `{name}`\n"
+    mark = "#" * level
+    short = name.removeprefix("tenuto.")
+    yield f"{mark} `{name}`\n"
     if found.is_function:
-        yield f"```text\n{signature(found, name)}\n```\n"
+        yield f"```py\n{signature(found, name)}\n```\n"
         yield f"{text(found)}\n"
+        yield from example(name)
         return
     fields = [
-        one for one in found.members.values() if not one.is_alias and one.is_attribute and "property" not in one.labels
+        one
+        for one in found.members.values()
+        if not one.is_alias and one.is_attribute and "property" not in one.labels and not one.name.startswith("_")
     ]
-    if "__init__" in found.members:
-        yield f"```text\n{signature(found.members['__init__'], name)}\n```\n"
-    elif shown := [one for one in fields if one.annotation and not one.name.startswith("_")]:
-        yield "```text\n" + "\n".join(f"{name}.{one.name}: {one.annotation}" for one in shown) + "\n```\n"
+    if "__init__" in found.members and f"{short}.__init__" not in HIDDEN:
+        yield f"```py\n{signature(found.members['__init__'], name)}\n```\n"
+    elif "__init__" not in found.members and (shown := [one for one in fields if one.annotation]):
+        yield "```py\n" + "\n".join(f"{name}.{one.name}: {one.annotation}" for one in shown) + "\n```\n"
     yield f"{text(found)}\n"
-    for one in fields if "dataclass" in found.labels else ():
-        if one.docstring is not None and not one.name.startswith("_"):
-            yield f"**`.{one.name}`** `{one.annotation}`\n\n{text(one)}\n"
+    yield from example(name)
+    hidden = f"{short}.__init__" in HIDDEN
+    if "dataclass" in found.labels and (listed := [one for one in fields if hidden or one.docstring is not None]):
+        yield "| field | |\n|---|---|"
+        for one in listed:
+            kind = str(one.annotation).replace("|", "\\|")
+            yield f"| `{one.name}`: `{kind}` | {' '.join(text(one).split())} |"
+        yield ""
     for one in found.members.values():
-        if one.name.startswith("_") or (not one.is_function and "property" not in one.labels):
+        if one.name.startswith("_") or f"{short}.{one.name}" in HIDDEN:
             continue
         if "property" in one.labels:
-            yield f"**`.{one.name}`** `{one.annotation}`\n\n{text(one)}".rstrip() + "\n"
-        else:
-            yield f"**`{signature(one, '.' + one.name)}`**\n\n{text(one)}".rstrip() + "\n"
+            yield f"{mark}# `{short}.{one.name}`\n\n`{one.annotation}`\n\n{text(one)}".rstrip() + "\n"
+        elif one.is_function:
+            yield (
+                f"{mark}# `{short}.{one.name}`\n\n```py\n{signature(one, one.name)}\n```\n\n{text(one)}".rstrip() + "\n"
+            )
 
 
 def text(found: Any) -> str:
@@ -123,23 +217,35 @@ def errors(package: Any) -> Iterator[str]:
     drawn, _, rest = package["errors"].docstring.value.partition("\n\nEach error")
     title, _, drawing = drawn.partition("\n\n")
     yield f"{title}\n\n```text\n{drawing}\n```\n\nEach error{rest}\n"
+    yield from example("tenuto.errors")
     yield "| error | exit status |\n|---|---|"
     for name, found in package["errors"].members.items():
         if not found.is_alias and found.is_class and issubclass(getattr(tree, name), tree.TenutoError):
             yield f"| `{name}` | {getattr(tree, name).exit_code} |"
     yield "\n`tenuto.Preempted` is no error: it is the SystemExit of a training that a signal asked to leave.\n"
+    for name in OF_ERRORS:
+        if name in package["errors"].members:
+            yield f"## `tenuto.{name}`\n\n{text(package['errors'][name])}\n"
 
 
-def events(package: Any) -> Iterator[str]:
-    from tenuto import events as told
+def sinks(package: Any) -> Iterator[str]:
     from tenuto import telemetry
 
-    yield "# `tenuto.events` and `tenuto.telemetry`\n"
-    yield f"{package['telemetry'].docstring.value}\n\nA sink is given as `sinks=[…]`; `emit` gets each event.\n"
+    yield "# `tenuto.telemetry`\n"
+    yield f"{package['telemetry'].docstring.value}\n"
+    yield "A sink is given as `sinks=[…]`; it receives each [event](events.md).\n"
+    yield from example("tenuto.telemetry")
     for name in telemetry.__all__:
         home = getattr(telemetry, name).__module__.removeprefix("tenuto.")
         yield from documented(package[f"{home}.{name}"], f"tenuto.telemetry.{name}", level=2)
     yield from documented(package["events.Sink"], "tenuto.events.Sink", level=2)
+
+
+def events(package: Any) -> Iterator[str]:
+    from tenuto import events as told
+
+    yield "# `tenuto.events`\n\nWhat sinks receive, each a frozen dataclass.\n"
+    yield from example("tenuto.events")
     for name, found in package["events"].members.items():
         if not found.is_alias and found.is_class and issubclass(getattr(told, name), told.Event):
             yield from documented(found, f"tenuto.events.{name}", level=2)
@@ -168,5 +274,7 @@ def command_line() -> Iterator[str]:
 
 if __name__ == "__main__":
     HERE.mkdir(exist_ok=True)
+    for stale in {path.name for path in HERE.glob("*.md")} - set(pages()):
+        (HERE / stale).unlink()
     for name, page in pages().items():
         (HERE / name).write_text(page)

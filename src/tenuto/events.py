@@ -30,6 +30,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class AttemptClaimed(Event):
+    """This process owns the run from now on. `parent`: the checkpoint that it resumed from."""
+
     run: str
     attempt: int
     parent: CheckpointId | None
@@ -37,6 +39,8 @@ class AttemptClaimed(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveStarted(Event):
+    """A save begins. `reason`: what asked for it, in words."""
+
     id: CheckpointId
     save_id: str
     bytes: int
@@ -65,6 +69,8 @@ class Progress(Event):
 
 @dataclass(frozen=True, slots=True)
 class PackWritten(Event):
+    """A data file of a save is written and flushed; `seconds` is how long that took."""
+
     id: CheckpointId
     name: str
     bytes: int
@@ -73,6 +79,8 @@ class PackWritten(Event):
 
 @dataclass(frozen=True, slots=True)
 class Committed(Event):
+    """A checkpoint exists, durably."""
+
     id: CheckpointId
     bytes: int
     seconds: float
@@ -111,6 +119,8 @@ class RestoredFromMemory(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveFailedEvent(Event):
+    """A save ended without a checkpoint. `phase`: what it was doing."""
+
     id: CheckpointId
     error: str
     phase: str
@@ -120,6 +130,8 @@ class SaveFailedEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveSkipped(Event):
+    """A save that was due was not taken, for `reason`."""
+
     run: str
     step: int
     reason: str
@@ -144,6 +156,8 @@ class CandidateSkipped(Event):
 
 @dataclass(frozen=True, slots=True)
 class RestoredEvent(Event):
+    """A checkpoint was restored, every byte verified."""
+
     id: CheckpointId
     bytes: int
     seconds: float
@@ -250,6 +264,8 @@ class RanksBehind(Event):
 
 @dataclass(frozen=True, slots=True)
 class Removed(Event):
+    """Retention removed a checkpoint. `reason`: why the policy does not keep it."""
+
     id: CheckpointId
     reason: str
 
@@ -280,7 +296,8 @@ class Sink(Protocol):
     A function of one event is a sink as well.
     """
 
-    def emit(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None:
+        """Receives an event."""
 
 
 AnySink = Sink | Callable[[Event], object]

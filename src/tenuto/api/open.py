@@ -208,6 +208,7 @@ class Opened(Mapping[str, Leaf]):
 
     @property
     def id(self) -> CheckpointId:
+        """Its run, attempt and step."""
         return self._manifest.id
 
     @property
@@ -222,10 +223,12 @@ class Opened(Mapping[str, Leaf]):
 
     @property
     def run(self) -> str:
+        """The run that it belongs to."""
         return self._manifest.id.run
 
     @property
     def where(self) -> str:
+        """The repository that it lies in."""
         return self._repo.url
 
     @property

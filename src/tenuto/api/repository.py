@@ -28,13 +28,16 @@ class Repository:
 
     @property
     def url(self) -> str:
+        """Where it lies."""
         return self.repo.url
 
     @property
     def id(self) -> str:
+        """Its identity, drawn when it was created; a copy has the same one."""
         return self.repo.id
 
     def runs(self) -> list[str]:
+        """Returns the names of its runs."""
         return self.repo.runs()
 
     def latest(self, run: str = "main") -> CheckpointId | None:
@@ -102,6 +105,7 @@ class Repository:
         return found
 
     def checkpoint(self, id: CheckpointId) -> Checkpoint:
+        """Returns the size, the number of leaves and the logged metrics of a checkpoint."""
         manifest = self.repo.manifest(id)
         return Checkpoint(self.url, id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
 

@@ -92,6 +92,7 @@ class Preempted(SystemExit):
 
     @property
     def signal_name(self) -> str:
+        """The signal that asked, such as "SIGTERM"."""
         return signal_name(self.signum)
 
     def __reduce__(self) -> tuple[type[Preempted], tuple[int]]:

@@ -345,14 +345,17 @@ class Checkpoint:
 
     @property
     def run(self) -> str:
+        """The run that it belongs to."""
         return self.id.run
 
     @property
     def attempt(self) -> int:
+        """The attempt of the run that saved it."""
         return self.id.attempt
 
     @property
     def step(self) -> int:
+        """The number of completed steps."""
         return self.id.step
 
 
@@ -389,6 +392,7 @@ class Restored:
 
     @property
     def step(self) -> int:
+        """The step of the checkpoint that was restored."""
         return self.checkpoint.step
 
     @property

@@ -187,6 +187,7 @@ class Save:
 
     @property
     def step(self) -> int:
+        """The step that it saves."""
         return self.id.step
 
     @property
@@ -196,6 +197,7 @@ class Save:
 
     @property
     def committed(self) -> bool:
+        """Whether the checkpoint exists, durably."""
         return self.state == "committed"
 
     def wait(self, timeout: float | None = None) -> CheckpointId:

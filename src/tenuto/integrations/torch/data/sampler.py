@@ -122,6 +122,7 @@ class ResumableSampler(Sampler[int]):
         return self.seed
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the seed, the epoch, and how much of it was drawn."""
         out = {
             "seed": self.seed,
             "epoch": self.epoch,
