@@ -86,8 +86,8 @@ def is_ours(name: str) -> bool:
 def panels(documents: dict[str, Any]) -> list[Panel]:
     """Those whose results are there; of a benchmark at several sizes the largest, of those with a peer beside it."""
     wanted = [
-        Panel("p1_stall", "training held by an asynchronous save", "memcpy", "copies in memory", SAVERS, 1.05),
-        Panel("p2_fenced", "training held by a fenced save", "memcpy", "copies in memory", FENCED_SAVERS, 0.05),
+        Panel("p1_stall", "training blocked by an asynchronous save", "memcpy", "copies in memory", SAVERS, 1.05),
+        Panel("p2_fenced", "training blocked by a fenced save", "memcpy", "copies in memory", FENCED_SAVERS, 0.05),
         Panel(
             "p3_overhead",
             "training time lost to a save",
@@ -112,7 +112,7 @@ def panels_of_ranks(documents: dict[str, Any]) -> list[Panel]:
         first = f"{ranks} ranks: "
         lost = tuple(f"lost to a {name}" for name in (SAVERS[0], FENCED_SAVERS[0], *SAVERS[1:3]))
         copies, writes, reads = "copies by all ranks", "raw direct writes by all ranks", "raw direct reads by all ranks"
-        held, readers = f"{first}held by a", ("tenuto restore()", "dcp.load")
+        held, readers = f"{first}blocked by a", ("tenuto restore()", "dcp.load")
         wanted = [
             Panel("stall", f"{held}n asynchronous save", "memcpy", copies, SAVERS, 1.05),
             Panel("fenced", f"{held} fenced save", "memcpy", copies, FENCED_SAVERS, 0.05),

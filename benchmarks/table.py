@@ -1,9 +1,9 @@
-"""The README's table of measured figures, made from the committed results and nothing else.
+"""The tables of measured figures, made from the committed results and nothing else.
 
-    python benchmarks/table.py            # writes it between the two marks in README.md
-    python benchmarks/table.py --check    # fails where README.md says something else
+    python benchmarks/table.py            # writes benchmarks/RESULTS.md, and six of its rows into README.md
+    python benchmarks/table.py --check    # fails where either says something else
 
-A row whose result is not there is left out. What is missed is listed below the table, so that no miss gets lost.
+A row whose result is not there is left out. RESULTS.md lists every missed target below the tables.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE.parent / "README.md"
+PAGE = HERE / "RESULTS.md"
+IN_README = ("p1_stall_1gib", "p2_fenced_1gib", "p4_sync_save_4gib", "p5_restore_cold_1gib", "p9_restart_1gib")
+IN_README_OF_RANKS = ("ranks_durable_4_1gib",)
 BEGIN = "<!-- measured: made by benchmarks/table.py from benchmarks/results; edit neither by hand -->"
 END = "<!-- end of what is measured -->"
 MIB = 1 << 20
@@ -74,12 +77,12 @@ COPY = ("memcpy", "one copy in memory")
 
 
 def _stall(id: str) -> Row:
-    what = "training held by an asynchronous save, {gib} GiB"
+    what = "training blocked by an asynchronous save, {gib} GiB"
     return Row(id, what, "tenuto save()", (*ASYNC, TORCH), COPY)
 
 
 def _fenced(id: str) -> Row:
-    what = "training held by a fenced save, {gib} GiB"
+    what = "training blocked by a fenced save, {gib} GiB"
     beside = (("tenuto save(), eager", "eager"), *ASYNC, TORCH)
     return Row(id, what, "tenuto save(), fenced", beside, COPY)
 
@@ -284,32 +287,70 @@ def load(results: Path = RESULTS) -> dict[str, Document]:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def block(documents: dict[str, Document]) -> str:
-    """What stands between the two marks."""
-    shown, of_ranks = (
-        [(row, documents[row.id]) for row in some if row.shown(documents)] for some in (rows(), rows_of_ranks())
-    )
-    used = {row.id: document for row, document in [*shown, *of_ranks]}
-    lines = [*_conditions(used.values()), "", *_table(shown)]
+def page(documents: dict[str, Document]) -> str:
+    """benchmarks/RESULTS.md."""
+    shown, of_ranks = _shown(rows(), documents), _shown(rows_of_ranks(), documents)
+    used = _used(shown, of_ranks)
+    lines = [
+        "# Measured",
+        "",
+        "Made by `python benchmarks/table.py` from the files in [`results`](results); do not edit it by hand.",
+        "How each figure is measured, and how to measure it yourself: [`README.md`](README.md).",
+        "",
+        *_conditions(used),
+        "",
+        "## One process",
+        "",
+        *_table(shown, "results"),
+    ]
     if of_ranks:
+        lines += ["", "## Several ranks on one machine", "", "Each figure is the slowest rank's.", ""]
+        lines += _table(of_ranks, "results")
+    missed = _missed(used)
+    if missed:
         lines += [
             "",
-            "Several ranks on one machine beside torch.distributed.checkpoint, each figure the slowest rank's:",
+            "## Missed targets",
+            "",
+            f"{_share_missed(used)}. Each, with the 95 % interval of its figure:",
+            "",
+            *missed,
         ]
-        lines += ["", *_table(of_ranks)]
-    missed = [
-        _miss(document, target) for document in used.values() for target in document["targets"] if not target["met"]
-    ]
-    if missed:
-        checked = sum(len(document["targets"]) for document in used.values())
-        told = f"{len(missed)} of {checked} aims are missed: each, with the 95 % interval of its figure"
-        lines += ["", f"<details><summary>{told}</summary>", "", *missed, "", "</details>"]
+    return "\n".join(lines) + "\n"
+
+
+def block(documents: dict[str, Document]) -> str:
+    """What stands between the two marks in README.md."""
+    shown = _shown([row for row in rows() if row.id in IN_README], documents)
+    shown += _shown([row for row in rows_of_ranks() if row.id in IN_README_OF_RANKS], documents)
+    everything = _used(_shown(rows(), documents), _shown(rows_of_ranks(), documents))
+    lines = [*_conditions(_used(shown, [])), "", *_table(shown, "benchmarks/results"), ""]
+    lines += [f"[All figures](benchmarks/RESULTS.md). {_share_missed(everything)}; that page lists each one."]
     return "\n".join(lines)
 
 
-def _table(shown: Sequence[tuple[Row, Document]]) -> list[str]:
+def _shown(some: Iterable[Row], documents: dict[str, Document]) -> list[tuple[Row, Document]]:
+    return [(row, documents[row.id]) for row in some if row.shown(documents)]
+
+
+def _used(*shown: Sequence[tuple[Row, Document]]) -> list[Document]:
+    """The documents of the rows, each once."""
+    return list({row.id: document for some in shown for row, document in some}.values())
+
+
+def _share_missed(used: Sequence[Document]) -> str:
+    targets = [target for document in used for target in document["targets"]]
+    return f"{sum(not target['met'] for target in targets)} of {len(targets)} targets are missed"
+
+
+def _missed(used: Sequence[Document]) -> list[str]:
+    return [_miss(document, target) for document in used for target in document["targets"] if not target["met"]]
+
+
+def _table(shown: Sequence[tuple[Row, Document]], results: str) -> list[str]:
+    """`results`: the path of the results, from the page that the table is in."""
     head = ["| what | Tenuto | beside it | command |", "|---|---|---|---|"]
-    return [*head, *(_line(row, document) for row, document in shown)]
+    return [*head, *(_line(row, document, results) for row, document in shown)]
 
 
 def _conditions(documents: Iterable[Document]) -> list[str]:
@@ -321,12 +362,12 @@ def _conditions(documents: Iterable[Document]) -> list[str]:
         }
     )
     return [
-        f"On {'; and on '.join(places)}; medians of interleaved rounds. Every figure is in a file of",
-        "[`benchmarks/results`](benchmarks/results) that names its command, versions and intervals.",
+        f"On {'; and on '.join(places)}; medians of interleaved rounds. The file behind each figure names its",
+        "command, versions and intervals.",
     ]
 
 
-def _line(row: Row, document: Document) -> str:
+def _line(row: Row, document: Document, results: str) -> str:
     figures = document[row.figures]
     own = f"**{_figure(row, figures[row.own])}**"
     if row.reference is not None and row.reference[0] in figures:
@@ -334,7 +375,7 @@ def _line(row: Row, document: Document) -> str:
     beside = "; ".join(f"{words} {_figure(row, figures[name])}" for name, words in row.beside if name in figures)
     command = document["command"].removeprefix("python benchmarks/")
     what = row.what.format(gib=size(document))
-    return f"| {what} | {own} | {beside} | [`{command}`](benchmarks/results/{document['id']}.json) |"
+    return f"| {what} | {own} | {beside} | [`{command}`]({results}/{document['id']}.json) |"
 
 
 def size(document: Document) -> str:
@@ -364,7 +405,7 @@ def _miss(document: Document, target: dict[str, Any]) -> str:
     unit = next(name for name in UNITS if name in target)
     low, high = target["interval"]
     words = f" {UNITS[unit]}" if UNITS[unit] else ""
-    where = f"[`{document['id']}`](benchmarks/results/{document['id']}.json)"
+    where = f"[`{document['id']}`](results/{document['id']}.json)"
     if unit == "done":
         return f"- {where}: {target['target']}: not done"
     return f"- {where}: {target['target']}: {target[unit]:.2f}{words} ({low:.2f} to {high:.2f})"
@@ -379,13 +420,15 @@ def between(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the README differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
     options = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    made = block(load())
+    documents, text = load(), README.read_text(encoding="utf-8")
+    found = {README: text.replace(between(text), block(documents)), PAGE: page(documents)}
     if options.check:
-        sys.exit(0 if between(text) == made else "README.md differs from the results: python benchmarks/table.py")
-    README.write_text(text.replace(between(text), made), encoding="utf-8")
+        differ = [path.name for path, made in found.items() if not path.exists() or path.read_text("utf-8") != made]
+        sys.exit(f"{' and '.join(differ)} differ from the results: python benchmarks/table.py" if differ else 0)
+    for path, made in found.items():
+        path.write_text(made, encoding="utf-8")
 
 
 if __name__ == "__main__":

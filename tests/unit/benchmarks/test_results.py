@@ -1,4 +1,4 @@
-"""The README's figures are those of the committed results; and how benchmarks judge."""
+"""The figures in RESULTS.md and the README are those of the committed results; and how benchmarks judge."""
 
 import importlib.util
 import sys
@@ -25,17 +25,20 @@ def modules():
 def test_the_readme_says_what_the_results_say(modules):
     table, _ = modules
     text = table.README.read_text(encoding="utf-8")
-    assert table.between(text) == table.block(table.load()), "python benchmarks/table.py"
+    made = table.block(table.load())
+    assert table.between(text) == made, "python benchmarks/table.py"
+    assert sum(line.startswith("| ") for line in made.splitlines()) == 1 + 6
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(table.load()), "python benchmarks/table.py"
 
 
 def test_every_speed_result_is_in_the_table_and_names_its_command(modules):
     table, _ = modules
     documents = table.load()
     assert documents
-    shown = table.block(documents)
+    shown = table.page(documents)
     for name, document in documents.items():
         assert document["id"] == name
-        assert f"benchmarks/results/{name}.json" in shown, "a result that nobody quotes: give it a row"
+        assert f"(results/{name}.json)" in shown, "a result that nobody quotes: give it a row"
         script = document["command"].split()[1]
         assert (HERE.parent / script).is_file()
         assert {"state", "machine", "versions", "commit", "made", "threads"} <= document.keys()
@@ -51,7 +54,7 @@ def test_the_table_follows_the_results(modules):
         {"target": "a limit", "ratio": 3.0, "interval": [2.5, 3.5], "met": False, "limit": 1.0},
         {"target": "another", "ratio": 0.5, "interval": [0.4, 0.6], "met": True, "limit": 1.0},
     ]
-    made = table.block({name: document})
+    made = table.page({name: document})
     assert "**1234.50 s**" in made
     assert "a limit: 3.00 (2.50 to 3.50)" in made
     assert "another" not in made
@@ -80,7 +83,7 @@ def test_every_size_of_what_is_measured_at_several_has_a_row(modules, id, own, f
     table, _ = modules
     document = dict(next(iter(table.load().values())), id=id + size, targets=[], state={"gib": 0.141, "leaves": 12})
     document |= {"median_s": {}, "median_bytes": {}, figures: {own: 0.0213}}
-    made = table.block({id + size: document})
+    made = table.page({id + size: document})
     (line,) = (line for line in made.splitlines() if f"results/{id}{size}.json" in line)
     assert ", 0.14 GiB |" in line
     shown = {"median_s": "**21.3 ms**", "share_lost": "**2.1 %**", "median_bytes": "**0 MiB**"}
@@ -91,7 +94,7 @@ def test_what_was_not_measured_beside_has_no_row(modules):
     table, _ = modules
     document = dict(next(iter(table.load().values())), id="p3_overhead_1gib", targets=[])
     document["median_s"] = {"lost to a tenuto save()": 1.0}
-    made = table.block({"p3_overhead_1gib": document})
+    made = table.page({"p3_overhead_1gib": document})
     assert made.count("results/p3_overhead_1gib.json") == 1
 
 
