@@ -5,11 +5,10 @@ A save is taken only between two steps; a signal that comes while a call of ours
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tenuto import events, log_lines
 from tenuto.certify.proof import proof_of_running
@@ -23,7 +22,6 @@ from tenuto.policy.save import Moment
 from tenuto.ranks.contract import Ranks
 from tenuto.state.position.training_position import TrainingPosition
 from tenuto.store.contract import Where
-from tenuto.store.registry import CERTIFY_VARIABLE
 from tenuto.training import fresh_start, run_registry
 from tenuto.training.arguments import Settings
 from tenuto.training.loops import Epochs, Steps
@@ -31,6 +29,7 @@ from tenuto.training.pending_saves import LateMetricTrigger, PendingRequests
 from tenuto.training.preemption import PreemptionHandler, await_saves, warn_of_epochs, warn_of_unsaved
 from tenuto.training.resume import RunClaim
 from tenuto.training.saves import RunSaver
+from tenuto.training.session_probe import SessionProbe, session_probe
 from tenuto.training.snapshot import UNCOUNTED, Snapshots, StateMark
 from tenuto.training.stale_counts import StaleCounts
 
@@ -42,39 +41,6 @@ COUNTED_FORMS = (
     "Take them from ckpt.batches, inside ckpt.steps(n) or ckpt.epochs(n); in a loop of your own pass data that counts "
     "by itself, with state_dict and load_state_dict"
 )
-
-
-class SessionProbe(Protocol):
-    """Follows one training from outside. `tenuto certify` has the only one."""
-
-    def replace(self, where: Where, settings: Settings) -> tuple[Where, Settings]:
-        """Returns the store and the settings that the session uses in place of those that it was given."""
-        ...
-
-    def attach(self, session: TrainingSession, snapshots: Snapshots, covered: tuple[Any, ...]) -> None:
-        """Begins to follow `session`; `covered`: its state and its data."""
-        ...
-
-    def restored(self) -> None:
-        """Restoring is done, also where there was nothing to restore."""
-        ...
-
-    def batch_given(self, batch: Any) -> None:
-        """Training gets a batch."""
-        ...
-
-    def completed(self) -> None:
-        """A step is completed, or an epoch; nothing is saved for it yet."""
-        ...
-
-
-def session_probe(rank: int, world_size: int) -> SessionProbe | None:
-    """Returns the probe for a rank of this process's job; None outside `tenuto certify`."""
-    if not os.environ.get(CERTIFY_VARIABLE):
-        return None
-    from tenuto.certify.probe import certify_probe  # of no use to any other training
-
-    return certify_probe(rank, world_size)
 
 
 class TrainingSession:
@@ -487,7 +453,6 @@ class TrainingSession:
 
     def _end(self, timeout: float, *, quietly: bool = False, well: bool = False) -> None:
         """Gives everything back. `quietly`: something worse is being raised already, and the rest is a warning."""
-        self._preemption.restore()
         run_registry.unregister(self.key, self)
         if self.saving.saver.busy:
             run_registry.still_writes(self.key, self.saving.saver.join)
@@ -498,7 +463,10 @@ class TrainingSession:
                 raise
             self.saving.report(str(error))
         finally:
-            self.saving.part(timeout, well=well)
+            try:
+                self.saving.part(timeout, well=well)
+            finally:  # last: an interrupt in the middle would leave the run claimed by a process that trains it no more
+                self._preemption.restore()
 
     def _take_last(self) -> None:
         """Takes the last save of a loop of the user's own, if the policy wants it. Our own loops have reported their

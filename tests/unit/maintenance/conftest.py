@@ -68,7 +68,7 @@ class World:
         name = object_names.attempt_name(run, number)
         objects.put(self.store, name, encode_attempt(record, self.repo.id), token=record.id)
         if alive:
-            take_ownership(self.repo, run, number)
+            take_ownership(self.repo, run, number, self)
         return Attempt(self.repo, record, Lease(self.repo, record))
 
     def die(self, attempt: Attempt) -> None:

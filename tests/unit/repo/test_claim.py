@@ -212,14 +212,39 @@ def test_one_that_stays_is_waited_for_a_few_seconds_and_one_that_leaves_a_minute
     owner = replace(this_process(), pid=os.getppid(), started=_started(os.getppid()))
     record = make.attempt(1, owner=owner)
     beat(repo, record, 1)
+
+    def beats() -> None:
+        last = read_last(repo, "gpt", 1)[0]
+        if time.seconds > 3 * last:
+            beat(repo, record, last + 1)
+
+    time.each = beats
     with pytest.raises(RunInUse, match="its process is running"):
         take()
     assert 5 <= time.seconds < 6
-    beat(repo, record, 2, leaving=True)
+    time.each = lambda: None
+    beat(repo, record, read_last(repo, "gpt", 1)[0] + 1, leaving=True)
     time.seconds = 0
     with pytest.raises(RunInUse, match="it is leaving"):
         take()
     assert 60 <= time.seconds < 62
+
+
+def test_a_killed_process_that_takes_long_to_vanish_is_waited_for(
+    repo: Repo, make: Any, time: Time, take: Claim
+) -> None:
+    owner = replace(this_process(), pid=os.getppid(), started=_started(os.getppid()))
+    record = make.attempt(1, owner=owner)
+    beat(repo, record, 1)  # its last
+
+    def gone() -> None:
+        if time.seconds > 40:
+            beat(repo, record, 2, released=True)
+            time.each = lambda: None
+
+    time.each = gone
+    assert take().number == 2
+    assert 40 < time.seconds < 42
 
 
 def test_one_that_is_told_to_leave_meanwhile_is_waited_for(repo: Repo, make: Any, time: Time, take: Claim) -> None:

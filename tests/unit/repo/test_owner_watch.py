@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from dataclasses import replace
@@ -18,6 +19,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.small_records import LeaseRecord, decode_lease, encode_lease
 from tenuto.repo.ownership import lease as lease_module
 from tenuto.repo.ownership import owner_watch as watch_module
+from tenuto.repo.ownership.claim import claim
 from tenuto.repo.ownership.lease import BEAT_S, TTL_S, Lease, read_last
 from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, owned_here, release_ownership, take_ownership
 from tenuto.repo.repository import Repo
@@ -122,7 +124,7 @@ def test_a_damaged_record_with_a_released_lease_is_dead(repo: Repo, make: Any) -
 def test_what_this_very_process_holds_is_known(repo: Repo, make: Any) -> None:
     record = make.attempt(1, owner=this_process())
     assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("dead", 1, record, "this process has closed it")
-    take_ownership(repo, "gpt", 1)
+    take_ownership(repo, "gpt", 1, repo)
     assert owned_here(repo, "gpt", 1)
     assert not owned_here(repo, "gpt", 2) and not owned_here(repo, "other", 1)
     assert OwnerWatch(repo, "gpt").inspect() == OwnerFinding("here", 1, record, "which has not closed it")
@@ -300,7 +302,7 @@ def test_an_earlier_attempt_of_this_process_has_ended_once_it_is_closed(
 
     make.attempt(1, owner=this_process())
     if held:
-        take_ownership(repo, "gpt", 1)
+        take_ownership(repo, "gpt", 1, repo)
     id, save_id = make.begin(1, 10)
     make.data(id, save_id)
     make.attempt(2, owner=replace(this_process(), started="1"))
@@ -309,3 +311,17 @@ def test_an_earlier_attempt_of_this_process_has_ended_once_it_is_closed(
     assert make.names(id.directory) == (["begin.json", "manifest.json"] if held else ["manifest.json"])
     last = read_last(repo, "gpt", 3)[1]
     assert last is not None and last.closed is not held
+
+
+def test_what_nobody_in_this_process_holds_any_more_is_not_in_use(repo: Repo) -> None:
+    """An interrupt between the claim and whoever was to hold it: as Ctrl-C in a notebook."""
+    attempt = claim(repo, "gpt", None)
+    number = attempt.number
+    assert owned_here(repo, "gpt", number)
+    lease = attempt._lease
+    del attempt
+    gc.collect()
+    assert not owned_here(repo, "gpt", number)
+    assert claim(repo, "gpt", None).number == number + 1
+    assert lease is not None
+    lease.release()

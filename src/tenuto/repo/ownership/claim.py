@@ -105,7 +105,7 @@ class Attempt:
         the store: it is released again then. In a forked child it only checks."""
         try:
             if os.getpid() == self._pid and self._lease is not None:
-                take_ownership(self.repo, self.run, self.number)
+                take_ownership(self.repo, self.run, self.number, self)
                 # Before the check: a claim that inspects from here on finds an owner, and one that was put before is
                 # found. One that inspected before the beat and is put after the check is found at the commit.
                 self._lease.resume()
@@ -173,7 +173,7 @@ def claim(
     crashpoint("attempt claimed")
     lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
     attempt = Attempt(repo, record, lease)
-    take_ownership(repo, run, record.number)
+    take_ownership(repo, run, record.number, attempt)
     lease.start()
     try:
         _take_back_tombstones(repo, record, previous, warn)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -20,9 +21,9 @@ SLOW_S: Final = 2 * BEAT_S
 """A store that takes longer to answer one inspection may have delayed its owner's beats as well: that time says
 nothing about the owner."""
 
-_owned: Final[set[tuple[int, str, str, int]]] = set()
-"""(pid, repository id, run, attempt) of what this process has claimed and not released; a forked child's pid
-differs."""
+_owned: Final[MutableMapping[tuple[int, str, str, int], object]] = weakref.WeakValueDictionary()
+"""(pid, repository id, run, attempt) of what this process has claimed and not released, weakly: where an interrupt came
+between a claim and whoever was to hold it, nobody can save by it. A forked child's pid differs."""
 _owned_lock: Final = threading.Lock()
 
 
@@ -39,7 +40,8 @@ class OwnerFinding:
     record: AttemptRecord | None = None
     reason: str = ""
     staying: bool = False
-    """Alive on this host, and nothing says that it is about to leave."""
+    """Alive on this host, its lease moves, and nothing says that it is about to leave. A process that was killed, and
+    takes long to give its memory back, still runs; its lease does not move."""
 
 
 class OwnerWatch:
@@ -74,7 +76,8 @@ class OwnerWatch:
             if verdict == "alive":
                 leaving = beat is not None and beat.leaving and beat.id == record.id
                 reason = "it is leaving" if leaving else "its process is running"
-                return OwnerFinding("alive", number, record, reason, staying=not leaving)
+                self._note(number, counter)
+                return OwnerFinding("alive", number, record, reason, staying=self._moved and not leaving)
         return self._watched(number, record, counter, began)
 
     def _owner(self) -> tuple[int, AttemptRecord | None]:
@@ -90,11 +93,7 @@ class OwnerWatch:
 
     def _watched(self, number: int, record: AttemptRecord | None, counter: int, began: float) -> OwnerFinding:
         now = self.clock.now()
-        if self._seen is None or self._seen[0] != number:
-            self._seen, self._since, self._moved = (number, counter), now, False
-        elif self._seen[1] != counter:
-            self._seen, self._since, self._moved = (number, counter), now, True
-        elif now - began > SLOW_S:
+        if not self._note(number, counter) and now - began > SLOW_S:
             self._since = now
         # What this inspection has read may be as old as its beginning: the lease may have changed since then.
         if began - self._since >= self._ttl_s:
@@ -103,15 +102,23 @@ class OwnerWatch:
             return OwnerFinding("alive", number, record, "its lease moves")
         return OwnerFinding("unknown", number, record, "its lease is being watched")
 
+    def _note(self, number: int, counter: int) -> bool:
+        """Notes what the lease says now; returns whether that is new."""
+        if self._seen == (number, counter):
+            return False
+        self._moved = self._seen is not None and self._seen[0] == number
+        self._seen, self._since = (number, counter), self.clock.now()
+        return True
 
-def take_ownership(repo: Repo, run: str, number: int) -> None:
+
+def take_ownership(repo: Repo, run: str, number: int, holder: object) -> None:
     with _owned_lock:
-        _owned.add((os.getpid(), repo.id, run, number))
+        _owned[(os.getpid(), repo.id, run, number)] = holder
 
 
 def release_ownership(repo: Repo, run: str, number: int) -> None:
     with _owned_lock:
-        _owned.discard((os.getpid(), repo.id, run, number))
+        _owned.pop((os.getpid(), repo.id, run, number), None)
 
 
 def owned_here(repo: Repo, run: str, number: int) -> bool:
