@@ -39,18 +39,18 @@ def _bugs(result: Result) -> str:
     return f"{caught} of {result['bugs_seeded']} bugs seeded one at a time were caught."
 
 
-def _said(count: int, thing: str) -> str:
+def _bold(count: int, thing: str) -> str:
     return f"**{count:,}** {thing}"
 
 
 def _crash_states(result: Result) -> str:
-    states = _said(result["distinct_states"], "distinct states of the disk")
+    states = _bold(result["distinct_states"], "distinct states of the disk")
     return f"{states}, {len(result['violations'])} broken rules. {_bugs(result)}"
 
 
 def _kills(result: Result) -> str:
     return (
-        f"{_said(result['kills'], 'kills')}, {result['kills_while_saving']} of them during a save and "
+        f"{_bold(result['kills'], 'kills')}, {result['kills_while_saving']} of them during a save and "
         f"{result['kills_while_starting']} while starting; every run ended bitwise equal: "
         f"{'yes' if result['equal'] else '**no**'}."
     )
@@ -60,7 +60,7 @@ def _kills_memory(result: Result) -> str:
     lost = result["steps_lost"]
     after = sum(lost["after_the_first_sealed_state"].values())
     return (
-        f"{_said(result['kills'], 'kills')}; {result['restarts_from_memory']} restarts from memory and "
+        f"{_bold(result['kills'], 'kills')}; {result['restarts_from_memory']} restarts from memory and "
         f"{result['restarts_from_store']} from the disk, {result['restarts_equal']} bitwise equal to their step and "
         f"{result['restarts_different']} not. Of {after} kills after the first sealed state {lost['at_most_one_after_it']} lost "
         f"at most one step; in {lost['more_than_one_while_writing_to_the_store']} of the other {lost['more_than_one_after_it']} one "
@@ -76,7 +76,7 @@ def _corruption(result: Result) -> str:
         else " `torch.load`, `dcp.load` and safetensors returned other values for flipped bits without an error."
     )
     return (
-        f"{_said(result['faults'], 'faults')}: {result['detected']:,} detected, {result['violation_count']} read wrongly, "
+        f"{_bold(result['faults'], 'faults')}: {result['detected']:,} detected, {result['violation_count']} read wrongly, "
         f"{result['false_alarm_count']} false alarms. {_bugs(result)}{others}"
     )
 
@@ -84,7 +84,7 @@ def _corruption(result: Result) -> str:
 def _faults(result: Result) -> str:
     struck = f"at {result['call_sites_struck']} of {result['call_sites']} call sites"
     bugs = f" {_bugs(result)}" if result["bugs_seeded"] else ""
-    return f"{_said(result['cases'], 'cases')} {struck}, {len(result['violations'])} broken rules.{bugs}"
+    return f"{_bold(result['cases'], 'cases')} {struck}, {len(result['violations'])} broken rules.{bugs}"
 
 
 def _rank_kills(result: Result) -> str:
@@ -94,40 +94,40 @@ def _rank_kills(result: Result) -> str:
         else ""
     )
     return (
-        f"{_said(result['kills'], 'kills')}; {result['rounds_equal_to_the_untouched_training']} of {result['rounds']} trainings "
+        f"{_bold(result['kills'], 'kills')}; {result['rounds_equal_to_the_untouched_training']} of {result['rounds']} trainings "
         f"ended bitwise equal to one that nobody touched.{controls}"
     )
 
 
 def _phases(result: Result) -> str:
     return (
-        f"{_said(result['cells'], 'cells')} (who is lost, how, in which of {len(result['by_phase'])} phases); in "
+        f"{_bold(result['cells'], 'cells')} (who is lost, how, in which of {len(result['by_phase'])} phases); in "
         f"{result['cells_without_a_fault']} the others raised within their bound, named who or what, and the job resumed. Of "
         f"{result['old_jobs_that_came_back']} old jobs that came back {result['old_jobs_that_changed_nothing']} changed nothing."
     )
 
 
 def _fuzz(result: Result) -> str:
-    return f"{_said(result['executions'], 'inputs')} over {len(result['targets'])} readers of bytes, {result['crashes']} crashes."
+    return f"{_bold(result['executions'], 'inputs')} over {len(result['targets'])} readers of bytes, {result['crashes']} crashes."
 
 
 def _retention(result: Result) -> str:
     return (
-        f"{_said(result['histories'], 'histories')}, {result['checkpoints_judged']:,} checkpoints judged, "
+        f"{_bold(result['histories'], 'histories')}, {result['checkpoints_judged']:,} checkpoints judged, "
         f"{len(result['violations'])} removed that had to stay. {_bugs(result)}"
     )
 
 
 def _exact(result: Result) -> str:
     return (
-        f"{_said(result['cases'], 'trainings')}, resumed {result['resumes']} times in new processes: {result['equal']} equal to the "
+        f"{_bold(result['cases'], 'trainings')}, resumed {result['resumes']} times in new processes: {result['equal']} equal to the "
         f"uninterrupted one, bit for bit. {result['controls_told']} of {result['controls']} controls that must differ were told apart."
     )
 
 
 def _exact_ranks(result: Result) -> str:
     return (
-        f"{_said(result['cases'], 'jobs')}: {result['as_they_have_to_be']} as they have to be, "
+        f"{_bold(result['cases'], 'jobs')}: {result['as_they_have_to_be']} as they have to be, "
         f"{result['on_as_many_ranks_bit_for_bit']} of them on as many ranks, bit for bit; "
         f"{result['tensors_equal_after_a_restore']:,} restored tensors compared. {result['controls_told']} of {result['controls']} "
         "controls that must differ were told apart."
@@ -137,16 +137,16 @@ def _exact_ranks(result: Result) -> str:
 def _layouts(result: Result) -> str:
     parts = (result["over_processes"], result["over_simulated_ranks"])
     restores, faults = sum(part["restores_of_one_rank"] for part in parts), sum(len(part["faults"]) for part in parts)
-    return f"{_said(result['pairs'], 'pairs of layouts')}, {restores:,} restores of a rank, {faults} wrong. {_bugs(result)}"
+    return f"{_bold(result['pairs'], 'pairs of layouts')}, {restores:,} restores of a rank, {faults} wrong. {_bugs(result)}"
 
 
 def _stateful(result: Result) -> str:
-    histories = _said(result["histories"], "histories")
+    histories = _bold(result["histories"], "histories")
     return f"{histories} of {result['steps']:,} steps, {len(result['findings'])} disagreements with the model. {_bugs(result)}"
 
 
 def _signals(result: Result) -> str:
-    return f"{_said(result['cases'], 'cases')}, {len(result['faults'])} faults. {_bugs(result)}"
+    return f"{_bold(result['cases'], 'cases')}, {len(result['faults'])} faults. {_bugs(result)}"
 
 
 def _many_ranks(result: Result) -> str:
