@@ -268,7 +268,7 @@ class Job:
             self.mark("removed" if id in removed else "kept", id)
 
     def collect(self, *removed: CheckpointId) -> None:
-        """Two visits of gc: the first marks, the second has no grace; `removed` lie in the trash and go with that one."""
+        """Two visits of gc: the first marks, the second has no grace and frees `removed`, which lie in the trash."""
         gc.execute(self.repo, gc.plan_gc(self.repo))
         for id in removed:
             self.mark("gc begun", id)
