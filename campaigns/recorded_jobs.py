@@ -268,8 +268,8 @@ class Job:
             self.mark("removed" if id in removed else "kept", id)
 
     def collect(self, *removed: CheckpointId) -> None:
-        """Both visits of gc, without a grace; `removed` lie in the trash and go with it."""
-        gc.execute(self.repo, gc.plan_gc(self.repo, grace_s=0.0))
+        """Two visits of gc: the first marks, the second has no grace and frees `removed`, which lie in the trash."""
+        gc.execute(self.repo, gc.plan_gc(self.repo))
         for id in removed:
             self.mark("gc begun", id)
         gc.execute(self.repo, gc.plan_gc(self.repo, grace_s=0.0))

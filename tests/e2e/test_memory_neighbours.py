@@ -147,7 +147,7 @@ def everybodys(tmp_path):
                 sealed(ckpt)
             command("ls", "--memory")
         tenuto.load(tmp_path / "first")
-        command("memory", "clear", "--yes")
+        command("memory", "clear", "--all", "--yes")
     with open_place() as place, shared_memory() as root:
         root.chmod(0o1777)
         yield place, root
@@ -183,7 +183,7 @@ def test_neither_of_two_users_sees_or_disturbs_the_others_images(everybodys, cap
         with pytest.raises(PermissionError):
             (root / "tenuto-0").rename(root / "gone")
         assert command("ls", "--memory") == 0
-        assert command("memory", "clear", "--yes") == 0
+        assert command("memory", "clear", "--all", "--yes") == 0
         free_shared_memory()
         life = live(theirs, kill=13)
         assert (life.killed, life.began) == (True, 10), "a copy of the repository goes on from its store"
@@ -195,7 +195,7 @@ def test_neither_of_two_users_sees_or_disturbs_the_others_images(everybodys, cap
     told = "".join(capfd.readouterr())
     assert "no images in this node's memory" in told
     assert "not looked into: what 1 other user may have in memory; ask as that user, or root" in told
-    assert "no dead process has left an image in memory" in told
+    assert "no dead process of yours has left an image in memory" in told
     assert seen() == before
     last = live(ours)
     assert last.began == 17
@@ -255,8 +255,11 @@ def test_root_sees_whose_images_there_are_and_changes_none(everybodys, capfd) ->
         assert sorted(shown(capfd)) == sorted(shown(capfd, str(theirs))) == expected
     assert shown(capfd, "--run", "another") == []
     assert list(images()) == [], "who goes on from memory looks at its own images alone"
-    assert command("memory", "clear", "--yes") == 0
-    assert capfd.readouterr().out == "no dead process has left an image in memory\n"
+    assert command("memory", "clear", "--all", "--yes") == 0
+    told = capfd.readouterr().out.splitlines()
+    assert told[0].startswith("left alone, of running processes or other users: 2 images, ")
+    assert sum(f" {ANOTHER_USER} " in line and " dead " in line for line in told) == 2, told
+    assert told[-1] == "no dead process of yours has left an image in memory"
     for words in (["--dry-run"], []):
         capfd.readouterr()
         assert command("flush", str(theirs), *words) == 18
@@ -343,7 +346,7 @@ def _goes_on_without(place: Path, root: Path, own: Path) -> None:
     assert tenuto.load(place / "ckpts").step == 12
     assert list(images()) == []
     assert command("ls", "--memory") == 0
-    assert command("memory", "clear", "--yes") == 0
+    assert command("memory", "clear", "--all", "--yes") == 0
     assert list((root / "elsewhere").iterdir()) == []
 
 

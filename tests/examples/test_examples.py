@@ -18,6 +18,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TESTED = {"plain_loop", "epochs", "owned_loop", "save_once", "inference", "read_slices", "numpy_only", "train_gpt"}
 OF_RANKS = {"ranks_ddp", "ranks_fsdp2", "ranks_tp_fsdp2"}
 """Run by tests/multiprocess."""
+OF_README = {"quickstart"}
+"""Compared with the README's block, which tests/docs runs."""
 
 
 def example(name: str) -> ModuleType:
@@ -29,7 +31,7 @@ def example(name: str) -> ModuleType:
 
 
 def test_every_example_is_here() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED | OF_RANKS
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED | OF_RANKS | OF_README
 
 
 class CutOff(BaseException):

@@ -62,7 +62,8 @@ class Log:
         self._file = path.open("a", buffering=1)
 
     def emit(self, event: tenuto.Event) -> None:
-        text = str(getattr(event, "message", None) or getattr(event, "reason", None) or getattr(event, "id", ""))
+        found = (getattr(event, name, None) for name in ("message", "error", "reason", "id"))
+        text = str(next(filter(None, found), ""))
         self.tell(event=type(event).__name__, text=text)
 
     def tell(self, **what: Any) -> None:

@@ -218,12 +218,13 @@ def test_the_next_capture_waits_for_the_one_before(
         scene.step(ckpt, held=held_copy)
         assert held_copy.reached.wait(60)
         assert memory_of(ckpt).tier.busy
+        before = ckpt.stats.fence_in_memory_s
         threading.Timer(0.05, held_copy.let_go).start()
         scene.step(ckpt, update=False)
         assert not scene.told.late[6], "no update was seen"
         ckpt.wait()
         assert sealed(ckpt) == 6
-        assert ckpt.stats.fence_in_memory_s < 0.04, "what the capture after it waits is not the fence's"
+        assert ckpt.stats.fence_in_memory_s == before, "what the capture after it waits is not the fence's"
     assert assert_images_are_right(tmp_path / "p", scene.state, scene.told) == [at]
     assert not scene.told.demoted and scene.sealed()[-1] == (5 if at == 6 else 6)
 
@@ -258,7 +259,7 @@ def test_the_update_waits_and_the_time_is_told(scene: Scene, tmp_path: Path, hel
         thread.join(60)
         stats = ckpt.stats
         waited = stats.fence_in_memory_s - before.fence_in_memory_s
-        assert waited > 0.04 and stats.held_s - before.held_s == pytest.approx(waited)
+        assert waited > 0 and stats.held_s - before.held_s == pytest.approx(waited)
         assert "fence " in str(stats)
         assert sealed(ckpt) == 5
     kept = next(event for event in scene.told.events if isinstance(event, SavedToMemory) and event.id.step == 5)
