@@ -17,7 +17,7 @@ from tenuto.errors import CorruptionError, MissingExtra, StoreError, StoreFull, 
 from tenuto.model.leaf import LeafSpec, dtype
 from tenuto.model.records import Manifest
 from tenuto.repo.format.safetensors import build_header
-from tenuto.state.contract import Buffer, LoadReport, Prepared, Sink
+from tenuto.state.contract import Buffer, LoadReport, Prepared
 from tenuto.state.restore.match import match_state
 from tenuto.state.restore.selection import Selection
 from tenuto.state.tree import KEYED, LEAVES, kind_of, leaf_nodes, leaf_paths, walk
