@@ -1,8 +1,9 @@
 """Programs as `python …` runs them, forked from an interpreter that has loaded numpy and Tenuto, or torch too, and run
 none of it: an interpreter that loads them anew takes most of a second of a processor, and several with torch.
 
-What a program sees is its own: arguments, environment, directory, streams, `__main__`; and it ends as interpreters do,
-by the end of the main module, with what runs at exit. Tests about imports, or about an interpreter's start, start one.
+What a program sees is its own: arguments, environment, directory, streams, `__main__`, random numbers that nobody has
+seeded; and it ends as interpreters do, by the end of the main module, with what runs at exit. All hash strings alike.
+Tests about imports, hashes, or an interpreter's start, start one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 ROOT = Path(__file__).parents[2]
 PLAIN = (
@@ -51,6 +54,7 @@ class Server:
         )
         there.close()
         assert self.channel.recv(64) == b"loaded"
+        self._asking = threading.Lock()
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -58,8 +62,9 @@ class Server:
         self.process.wait()
 
     def ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> int:
-        socket.send_fds(self.channel, [json.dumps(request).encode()], descriptors)
-        return int(self.channel.recv(64))
+        with self._asking:  # answers come in the order of the questions
+            socket.send_fds(self.channel, [json.dumps(request).encode()], descriptors)
+            return int(self.channel.recv(64))
 
 
 class Program:
@@ -163,6 +168,7 @@ def begun(asked: Mapping[str, Any], descriptors: Sequence[int]) -> Callable[[], 
     os.environ.clear()
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
+    np.random.seed()  # as an interpreter that loads numpy; Python's own generator does so by itself
     kind, *more = asked["words"]
     if kind == "-m":
         sys.argv = more

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -68,12 +69,15 @@ def application(names: Sequence[str] = COMMANDS) -> typer.Typer:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits with a status of `help_text`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_closed_streams()
     _never_fail_to_encode()
     try:
         known = words[:1] if words and words[0] in (*COMMANDS, *ALIASES) else COMMANDS
         if words and words[0] not in known and not words[0].startswith("-"):
             raise no_command(words[0])
-        sys.exit(application(known)(args=words, prog_name="tenuto", standalone_mode=False))
+        status = application(known)(args=words, prog_name="tenuto", standalone_mode=False)
+        output.flush()
+        sys.exit(status)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:  # noqa: BLE001 - the edge: what is no TenutoError is reported as a fault of ours
@@ -106,6 +110,13 @@ def _root(
     pass
 
 
+def _open_closed_streams() -> None:
+    """Opens what the caller has closed (`>&-`), in the order of the descriptors, which a store's files would take."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it lasts as long as the process
+
+
 def _never_fail_to_encode() -> None:
     """Makes output escape characters that the terminal's encoding lacks, rather than fail in the middle of the data."""
     for stream in (sys.stdout, sys.stderr):
@@ -115,7 +126,12 @@ def _never_fail_to_encode() -> None:
 
 def report(error: BaseException, *, debug: bool, as_json: bool) -> int:
     """Prints the error and returns the exit status."""
-    sys.stdout.flush()
+    try:
+        output.flush()
+    except BrokenPipeError:
+        return TenutoError.exit_code
+    except TenutoError as failed:
+        error = error if isinstance(error, TenutoError) else failed
     refused = _refused(error)
     if isinstance(refused, str):
         output.story(refused)

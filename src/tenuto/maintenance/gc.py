@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -271,13 +272,23 @@ def execute(repo: Repo, plan: GcPlan) -> GcReport:
 
 def free_expired(repo: Repo, run: str, *, by: By, grace_s: float = GRACE_S) -> tuple[CheckpointId, ...]:
     """Frees what removals by `by` have put into the trash of a run and whose grace is over, as a visit of gc would.
-    Returns what it freed. Costs one listing where the trash is empty."""
+    Returns what it freed. Costs one listing where the trash is empty.
+
+    Also ends what others had begun there: the grace of what has no mark, because its remover died or the disk was full,
+    begins now; and what a freeing has closed goes.
+    """
     freed = []
     for save in [census_of(repo, id) for id in ids_in_trash(repo, run)]:
-        marks = [mark for mark in valid_marks(repo, save) if mark.by == by] if save.state == "removed" else []
-        if marks:
+        if save.state == "closed" and save.trash:
+            _delete(repo, save.id, {}, now=True)
+        marks = valid_marks(repo, save) if save.state == "removed" else []
+        if save.state == "removed" and not marks:
+            with suppress(StoreFull):
+                put_mark(repo, save, by=by)
+        own = [mark for mark in marks if mark.by == by]
+        if own:
             with probe(repo) as name:
-                age = max(age_s(repo, mark.entry, repo.store.stat(name).modified_ns) for mark in marks)
+                age = max(age_s(repo, mark.entry, repo.store.stat(name).modified_ns) for mark in own)
             if age >= wait_s(save, grace_s) and not _delete(repo, save.id, {}):
                 freed.append(save.id)
     return tuple(freed)

@@ -30,7 +30,7 @@ def move_into_trash(repo: Repo, stone: Tombstone, *, by: By) -> bool:
     try:
         put_mark(repo, census_of(repo, id), by=by)
     except StoreFull:
-        pass  # without a mark it lies there longer: the first visit of gc puts one
+        pass  # without a mark it lies there longer: the next look into the trash, or visit of gc, puts one
     return True
 
 

@@ -108,10 +108,13 @@ def check_metric(found: list[Measured], metric: str, run: str) -> None:
         return
     names = sorted({name for one in found for name in one.metrics})
     there = ", ".join(names) or "none"
+    before = metric.rpartition(":")[0]
     raise MetricNotLogged(
         f"no checkpoint of run {run!r} has a metric {metric!r}; metrics that there are: {there}",
         subject=metric,
-        hint=did_you_mean(metric, names) or f"training logs it by ckpt.log({metric}=…)",
+        hint=f"{BEST}{before}:min, or {BEST}{before}:max"
+        if before in names
+        else did_you_mean(metric, names) or f"training logs it by ckpt.log({metric}=…)",
     )
 
 

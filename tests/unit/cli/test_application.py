@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +186,31 @@ def test_a_reader_that_goes_away_is_no_fault(made):
     os.close(writing)
     assert "Traceback" not in done.stderr
     assert "fault" not in done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["ls"], ["ls", "--json"], ["show", "--run", "gpt"], ["verify"]])
+def test_a_full_disk_under_the_output_is_said_in_one_line(made, words, unbuffered):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, words[0], str(made), *words[1:]],
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            **{"stdout": full, "stderr": subprocess.PIPE, "text": True, "check": False, "timeout": 60},
+        )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        "error: the output cannot be written: No space left on device",
+    )
+    assert "Traceback" not in done.stderr and "fault" not in done.stderr
+
+
+def test_closed_streams_are_no_fault(made):
+    words = shlex.join([*COMMAND, "ls", str(made)])
+    done = subprocess.run(["sh", "-c", f"{words} <&- >&-"], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    words = shlex.join([*COMMAND, "rm", str(made), "gpt/a0001/2"])
+    done = subprocess.run(["sh", "-c", f"{words} <&-"], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2 and "there is no terminal to ask on" in done.stderr
 
 
 def test_an_ascii_terminal_gets_escapes(made):

@@ -56,6 +56,31 @@ def test_export_of_several_models_asks_which(cli, tmp_path):
     assert len(load_file(out)) == 4
 
 
+def test_a_model_with_tied_weights_loads_all_of_what_was_exported(cli, tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    class Gpt(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte = torch.nn.Embedding(10, 4)
+            self.head = torch.nn.Linear(4, 10, bias=False)
+            self.head.weight = self.wte.weight
+            self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    model, out = Gpt(), tmp_path / "model.safetensors"
+    tenuto.save({"model": model, "ema": {"head": model.head.weight, "x": torch.ones(2)}}, tmp_path / "ckpts")
+    status, said, note = cli("export", tmp_path / "ckpts", out)
+    assert (status, said.split(", ")[0]) == (0, f"{out}: 2 tensors of entry model")
+    assert note == "note: tied to another tensor, and written under their own names too: model/wte.weight\n"
+    loaded = Gpt()
+    loaded.load_state_dict(load_file(out))
+    assert torch.equal(loaded.head.weight, model.head.weight) and loaded.head.weight is loaded.wte.weight
+    # The tensor that they share is saved with the model.
+    assert cli("export", tmp_path / "ckpts", out, "--entry", "ema", "--force")[0] == 0
+    assert load_file(out)["head"].equal(model.head.weight) and load_file(out).keys() == {"head", "x"}
+
+
 def test_export_refuses_to_strip_what_no_name_begins_with(cli, made, tmp_path):
     status, _, err = cli("export", made, tmp_path / "a.safetensors", "--run", "gpt", "--strip", "modle/")
     assert (status, err.splitlines()[1]) == (2, "hint: did you mean 'model/'?")

@@ -253,6 +253,42 @@ def test_what_retention_put_into_the_trash_is_freed_by_retention_a_day_later(wor
     assert_whole(world.repo)
 
 
+@pytest.mark.parametrize("at", ["manifest removed, packs still there", "copy in trash, manifest still there"])
+def test_what_a_remover_that_died_left_in_the_trash_is_freed_too(world, crash, at):
+    gone, abandon = crash
+    ids, second = left_behind(world, steps=(3,))
+    world.save(second, 1)
+    with armed(at, abandon), pytest.raises(gone):
+        retain(world, second)
+    world.die(second)
+    third = world.claim()
+    world.save(third, 2)
+    retain(world, third, keep.latest(1))
+    assert in_trash(world) == [1, 3]  # each the newest of a line that was left behind
+    assert free_expired(world.repo, "main", by="retention") == ()
+    world.store.advance(23.9 * 3600)
+    assert undelete.plan_undelete(world.repo, ids[0]).bytes > 0
+    world.store.advance(1.2 * 3600)
+    assert set(free_expired(world.repo, "main", by="retention")) >= {ids[0]}
+    assert 3 not in in_trash(world)
+    assert_whole(world.repo)
+
+
+def test_what_a_freeing_that_died_left_in_the_trash_is_freed_too(world, crash):
+    gone, abandon = crash
+    ids, second = left_behind(world, steps=(3,))
+    world.save(second, 1)
+    retain(world, second)
+    world.store.advance(25.1 * 3600)
+    with armed("objects swept, copy in trash still there", abandon), pytest.raises(gone):
+        free_expired(world.repo, "main", by="retention")
+    assert in_trash(world) == [3]
+    free_expired(world.repo, "main", by="retention")
+    assert in_trash(world) == []
+    assert world.names(ids[0].directory) == [ids[0].manifest]
+    assert_whole(world.repo)
+
+
 def test_the_best_and_the_last_verified_of_a_line_left_behind_get_a_day_too(world):
     losses = {1: {"loss": 0.1}, 2: {"loss": float("nan")}, 3: {"loss": 0.3}, 4: {"loss": 0.2}}
     ids, second = left_behind(world, steps=(1, 2, 3, 4), metrics=losses)

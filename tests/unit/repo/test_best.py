@@ -103,6 +103,9 @@ def test_a_metric_that_nobody_logged_names_the_nearest_and_all_that_exist(repo: 
     ) as caught:
         resolve(repo, "gpt", "best:val_los:min")
     assert caught.value.hint == "did you mean 'val_loss'?"
+    with pytest.raises(MetricNotLogged) as caught:
+        resolve(repo, "gpt", "best:val_loss:lowest")
+    assert caught.value.hint == "best:val_loss:min, or best:val_loss:max"
     with pytest.raises(UsageError, match="names no metric"):
         resolve(repo, "gpt", "best:")
 

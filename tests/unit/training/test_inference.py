@@ -103,6 +103,8 @@ def test_of_two_entries_that_fit_the_error_names_both(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match="2 of them fit it: model, ema") as caught:
         tenuto.load(tmp_path, into=nn.Linear(3, 2))
     assert caught.value.hint == 'into={"model": …} names the entry'
+    with pytest.raises(StateMismatch, match="none of them fits it"):
+        tenuto.load(tmp_path, into=nn.Linear(5, 5))
     head = nn.Linear(2, 2)
     assert tenuto.load(tmp_path, into=head).report.restored == ("head/weight", "head/bias")
 

@@ -143,13 +143,17 @@ def _json(found: RunRows) -> dict[str, object]:
 def _total(runs: Sequence[RunRows]) -> str:
     checkpoints, more = sum(found.checkpoints for found in runs), sum(found.more for found in runs)
     taken = f"{size(sum(found.bytes for found in runs))}{' of those shown' if more else ''}"
-    return f"{count(len(runs), 'run')}, {count(checkpoints + more, 'checkpoint')}, {taken}"
+    return f"{count(len(runs), 'run')}, {count(checkpoints + more, _noun(runs[0]))}, {taken}"
+
+
+def _noun(found: RunRows) -> str:
+    return "removed checkpoint" if found.counted == "removed" else "checkpoint"
 
 
 def _heading(found: RunRows) -> str:
     if not found.rows:
         return f"run {found.run}: no checkpoint yet"
-    checkpoints = count(found.checkpoints + found.more, "checkpoint")
+    checkpoints = count(found.checkpoints + found.more, _noun(found))
     shown = f", the newest {len(found.rows):,} take {size(found.bytes)}" if found.more else f", {size(found.bytes)}"
     return f"run {found.run}: {checkpoints}{shown}"
 

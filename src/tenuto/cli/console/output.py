@@ -14,11 +14,12 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
-from tenuto.errors import UsageError, typed
+from tenuto.errors import TenutoError, UsageError, typed
 from tenuto.model.ids import CheckpointId
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def line(text: str = "", *, cleaned: bool = False) -> None:
     text = text if cleaned else clean_lines(text)
     if not cleaned and sys.stdout.isatty():
         text = "\n".join(_wrapped(row, width()) for row in text.split("\n"))
-    _write(sys.stdout, text)
+    _write(text)
 
 
 def story(text: str, *, cleaned: bool = False) -> None:
@@ -84,7 +85,7 @@ def story(text: str, *, cleaned: bool = False) -> None:
     if sys.stderr.isatty():
         room = shutil.get_terminal_size().columns
         text = "\n".join(_wrapped(row, room) for row in text.split("\n"))
-    _write(sys.stderr, text)
+    sys.stderr.write(text + "\n")
 
 
 def _wrapped(row: str, room: int) -> str:
@@ -120,7 +121,7 @@ def styled(text: str, style: Style, stream: IO[str]) -> str:
 def document(name: str, body: Mapping[str, Any]) -> None:
     """Writes the command's result as one JSON object with its schema, `tenuto.<name>/1`."""
     record = {"schema": f"tenuto.{name}/1", **body}
-    sys.stdout.write(json.dumps(jsonable(record), indent=2, allow_nan=False) + "\n")
+    _write(json.dumps(jsonable(record), indent=2, allow_nan=False))
 
 
 def rendered(what: RenderableType) -> None:
@@ -133,7 +134,7 @@ def rendered(what: RenderableType) -> None:
     text = capture.get()
     if not console.is_terminal or console.no_color:
         text = "".join(row.rstrip() + "\n" for row in text.splitlines())
-    sys.stdout.write(text)
+    _write(text, end="")
 
 
 def width() -> int:
@@ -175,8 +176,29 @@ def rows(pairs: Sequence[tuple[str, str]], indent: str = "  ") -> str:
     return "\n".join(out)
 
 
-def _write(stream: IO[str], text: str) -> None:
-    stream.write(text + "\n")
+def flush() -> None:
+    """Writes what stdout still holds. Raises TenutoError if it cannot be written."""
+    with _stdout_written():
+        sys.stdout.flush()
+
+
+def _write(text: str, end: str = "\n") -> None:
+    with _stdout_written():
+        sys.stdout.write(text + end)
+
+
+@contextmanager
+def _stdout_written() -> Iterator[None]:
+    """Raises TenutoError where stdout cannot be written, as on a full disk. What it still holds, and what comes later,
+    is dropped: it would fail again, at the latest as the process ends. A reader that went away, as `head` does, stays
+    a BrokenPipeError."""
+    try:
+        yield
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it lasts as long as the process
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise TenutoError(f"the output cannot be written: {error.strerror}", subject="stdout") from error
 
 
 def _is_shown(char: str) -> bool:

@@ -13,14 +13,14 @@ from types import TracebackType
 import numpy as np
 
 from tenuto.engine.read.choose import CheckpointLeaves
-from tenuto.errors import MissingExtra, StoreError, StoreFull, UsageError, did_you_mean, install, typed
+from tenuto.errors import CorruptionError, MissingExtra, StoreError, StoreFull, UsageError, did_you_mean, install, typed
 from tenuto.model.leaf import LeafSpec, dtype
 from tenuto.model.records import Manifest
 from tenuto.repo.format.safetensors import build_header
-from tenuto.state.contract import Buffer, LoadReport, Prepared, Sink
+from tenuto.state.contract import Buffer, LoadReport, Prepared
 from tenuto.state.restore.match import match_state
 from tenuto.state.restore.selection import Selection
-from tenuto.state.tree import KEYED, LEAVES, kind_of, walk
+from tenuto.state.tree import KEYED, LEAVES, kind_of, leaf_nodes, leaf_paths, walk
 
 Patterns = list[str] | None
 SHOWN = 5
@@ -111,7 +111,11 @@ class SafetensorsExport(Export):
         self._asked = entry
 
     def prepare(self, manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
-        paths = [spec.path for spec in leaves.specs if not spec.private]
+        if leaf_paths(manifest.tree) != [spec.path for spec in leaves.specs if not spec.private]:
+            raise CorruptionError(f"the index of {manifest.id} does not list the leaves that its tree names")
+        # Tied tensors have a name each: the model that loads the file asks for all of them.
+        numbers = {path: node["n"] for path, node in leaf_nodes(manifest.tree)}
+        paths = list(numbers)
         entries = list(dict.fromkeys(path.partition("/")[0] for path in paths))
         self.choices = [*entries, *paths]
         self.entry = self._entry(manifest, paths, entries)
@@ -121,20 +125,27 @@ class SafetensorsExport(Export):
         def takes(path: str) -> bool:
             return (self.entry is None or path.startswith(prefix)) and selected(path)
 
-        chosen = [number for number, spec in enumerate(leaves.specs) if not spec.private and takes(spec.path)]
-        chosen.sort(key=lambda number: (-leaves.specs[number].itemsize, leaves.specs[number].path))
+        chosen = [(path, leaves.specs[number]) for path, number in numbers.items() if takes(path)]
+        chosen.sort(key=lambda one: (-one[1].itemsize, one[0]))
         self.leaves = len(chosen)
-        self.remarks = self._remarks(manifest, [leaves.specs[number] for number in chosen], takes)
-        named = self._entries([leaves.specs[number] for number in chosen], prefix)
-        header = build_header(named, self._metadata(manifest))
-        sizes = [leaves.specs[number].nbytes for number in chosen]
-        whole = self._map(header, sum(sizes))
-        wants: list[tuple[int, Sink]] = []
+        header = build_header(self._entries(chosen, prefix), self._metadata(manifest))
+        whole = self._map(header, sum(spec.nbytes for _, spec in chosen))
+        wants: dict[int, Buffer] = {}
+        again: list[tuple[str, Buffer, Buffer]] = []
         at = len(header)
-        for number, size in zip(chosen, sizes, strict=True):
-            wants.append((number, _Slice(whole[at : at + size])))
-            at += size
-        return Prepared(wants, lambda: None, LoadReport())
+        for path, spec in chosen:
+            place = whole[at : at + spec.nbytes]
+            at += spec.nbytes
+            first = wants.setdefault(numbers[path], place)
+            if first is not place:
+                again.append((path, first, place))
+        self.remarks = self._remarks(manifest, chosen, [path for path, _, _ in again], takes)
+
+        def apply() -> None:
+            for _, first, place in again:
+                place[:] = first
+
+        return Prepared([(number, _Slice(place)) for number, place in wants.items()], apply, LoadReport())
 
     def _entry(self, manifest: Manifest, paths: list[str], entries: list[str]) -> str | None:
         """Returns the entry to write: the one asked for, else the state's one model, unless paths were chosen."""
@@ -160,18 +171,19 @@ class SafetensorsExport(Export):
             )
         return models[0] if models else None
 
-    def _entries(self, specs: list[LeafSpec], prefix: str) -> list[tuple[str, str, tuple[int, ...]]]:
-        if self._strip and not any(spec.path.startswith(self._strip) for spec in specs):
-            prefixes = list(dict.fromkeys(start for spec in specs for start in _prefixes(spec.path)))
+    def _entries(self, chosen: list[tuple[str, LeafSpec]], prefix: str) -> list[tuple[str, str, tuple[int, ...]]]:
+        paths = [path for path, _ in chosen]
+        if self._strip and not any(path.startswith(self._strip) for path in paths):
+            prefixes = list(dict.fromkeys(start for path in paths for start in _prefixes(path)))
             raise UsageError(
-                f"--strip {self._strip}: no name begins so; names are {_few([spec.path for spec in specs])}",
+                f"--strip {self._strip}: no name begins so; names are {_few(paths)}",
                 subject=self._strip,
                 hint=did_you_mean(self._strip, prefixes) or "leave --strip out",
             )
         entries = []
-        for spec in specs:
+        for path, spec in chosen:
             code = dtype(spec.dtype).code
-            name = spec.path.removeprefix(prefix)
+            name = path.removeprefix(prefix)
             entries.append((name, code, spec.shape) if code else (name, "U8", (spec.nbytes,)))
         if len({name for name, _, _ in entries}) != len(entries) or any(not name for name, _, _ in entries):
             raise UsageError(
@@ -199,15 +211,16 @@ class SafetensorsExport(Export):
         whole[: len(header)] = np.frombuffer(header, np.uint8)
         return whole
 
-    def _remarks(self, manifest: Manifest, specs: list[LeafSpec], takes: Callable[[str], bool]) -> list[str]:
+    def _remarks(
+        self, manifest: Manifest, chosen: list[tuple[str, LeafSpec]], tied: list[str], takes: Callable[[str], bool]
+    ) -> list[str]:
         remarks = []
-        raw = [spec.path for spec in specs if dtype(spec.dtype).code is None]
+        raw = [path for path, spec in chosen if dtype(spec.dtype).code is None]
         if raw:
             remarks.append(f"safetensors has no such dtype; written as bytes (U8): {_few(raw)}")
         nodes = [(path, node) for path, node in walk(manifest.tree) if path and takes(path)]
-        tied = [path for path, node in nodes if kind_of(node) == "alias"]
         if tied:
-            remarks.append(f"written once, under the path of the leaf that they equal: {_few(tied)}")
+            remarks.append(f"tied to another tensor, and written under their own names too: {_few(tied)}")
         plain = sum(
             kind_of(node) not in LEAVES and type(node) is not dict and type(node) is not list for _, node in nodes
         )
@@ -245,14 +258,6 @@ def _prefixes(path: str) -> list[str]:
     return [
         path[: at + 1] for at, letter in enumerate(path) if letter == "/" or (letter == "." and "/" not in path[at:])
     ]
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _few(paths: list[str]) -> str:

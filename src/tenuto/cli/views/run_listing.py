@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.cli.views.ages import age_s, since
 from tenuto.errors import (
-    CheckpointNotFound,
     CorruptionError,
-    MetricNotLogged,
     RunNotFound,
     StoreError,
     did_you_mean,
@@ -19,7 +17,7 @@ from tenuto.errors import (
 )
 from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
-from tenuto.repo.best import BestSelector, Measured, Mode, best_of, modes_of
+from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
 from tenuto.repo.notes import verification_of
 
 if TYPE_CHECKING:
@@ -148,6 +146,7 @@ class RunRows:
     more: how many older saves were left out.
     owner: the process that trains it, if one does.
     best: of the rows, the best by each metric whose direction training has recorded.
+    counted: the state of the rows that `checkpoints` and `bytes` are of.
     """
 
     run: str
@@ -157,15 +156,16 @@ class RunRows:
     more: int = 0
     owner: RunOwner | None = None
     best: Mapping[str, CheckpointId] = field(default_factory=dict)
+    counted: str = "committed"
 
     @property
     def checkpoints(self) -> int:
-        return sum(row.state == "committed" for row in self.rows)
+        return sum(row.state == self.counted for row in self.rows)
 
     @property
     def bytes(self) -> int:
         """Bytes of the checkpoints among the rows."""
-        return sum(row.bytes or 0 for row in self.rows if row.state == "committed")
+        return sum(row.bytes or 0 for row in self.rows if row.state == self.counted)
 
     def best_of(self, row: RunRow) -> list[str]:
         return [metric for metric, id in self.best.items() if id == row.id]
@@ -173,7 +173,9 @@ class RunRows:
 
 def in_trash(runs: list[RunRows]) -> list[RunRows]:
     """Leaves only removed checkpoints, and runs that have any."""
-    found = [replace(run, rows=tuple(row for row in run.rows if row.state == "removed")) for run in runs]
+    found = [
+        replace(run, rows=tuple(row for row in run.rows if row.state == "removed"), counted="removed") for run in runs
+    ]
     return [run for run in found if run.rows]
 
 
@@ -218,12 +220,9 @@ def owner_of(repo: Repo, run: str) -> RunOwner | None:
 
 def _best(run: str, rows: Sequence[RunRow]) -> dict[str, CheckpointId]:
     """Returns the best of `rows` by each metric whose direction is recorded; none where all of them are NaN."""
-    whole = [Measured(row.id, row.metrics, row.suspect, row.modes) for row in rows if row.state == "committed"]
-    found = {}
-    for metric in sorted({metric for one in whole for metric in one.modes}):
-        with contextlib.suppress(CheckpointNotFound, MetricNotLogged):
-            found[metric] = best_of(whole, BestSelector(metric), run)
-    return found
+    return best_of_each(
+        [Measured(row.id, row.metrics, row.suspect, row.modes) for row in rows if row.state == "committed"], run
+    )
 
 
 @dataclass(slots=True)

@@ -186,7 +186,7 @@ def _entry_for(tree: Json, into: Any, specs: Sequence[LeafSpec], count: int, *, 
     if not found and len(refused) == 1:
         raise refused[0]
     kind = type_name(type(into))
-    which = f"{len(found)} of them fit it: {_few(found)}" if found else "none of them fits it"
+    which = f"{len(fitting)} of them fit it: {_few(fitting)}" if fitting else "none of them fits it"
     raise StateMismatch(
         f"the checkpoint has the entries {_few(names)}; the target is one {kind}, and {which}",
         subject=kind,
