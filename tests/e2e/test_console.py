@@ -370,3 +370,39 @@ def test_of_two_ranks_one_speaks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines(True) if "tenuto" in line]
     assert masked("".join(lines), tmp_path) == RESUMED.format(2)
+
+
+def test_a_line_is_not_lost_and_training_not_ended_by_what_stands_for_stderr(tmp_path: Path) -> None:
+    """Each stand-in gets one line, of a run that resumes: its own, or the process's stderr where it fails."""
+    body = r"""
+    import io, logging
+    class Bare:
+        def __init__(self): self.text = ""
+        def write(self, text): self.text += text
+    class Broken:
+        def write(self, text): raise RuntimeError("the widget is gone")
+    class Failing(logging.Handler):
+        def emit(self, record): raise RuntimeError("no\nconnection")
+    where = "ckpts/\u00e9"
+    bare, buffer = Bare(), io.BytesIO()
+    own, ascii = sys.stderr, io.TextIOWrapper(buffer, "ascii")
+    train(1)
+    for number, stream in enumerate([bare, ascii, Broken()], 2):
+        sys.stderr = stream
+        train(number)
+    sys.stderr = own
+    ascii.flush()
+    print(bare.text, buffer.getvalue().decode(), sep="", end="", file=own, flush=True)
+    logging.getLogger("tenuto").addHandler(Failing())
+    logging.getLogger("tenuto").setLevel(logging.INFO)
+    train(6, log="saves", save=on.end())
+    """
+    failed = " (a logging handler failed: RuntimeError('no\\nconnection'))\n"
+    resumed = [RESUMED.format(step).replace("ckpts", "ckpts/\u00e9") for step in (1, 2, 3, 4)]
+    assert said(tmp_path, body) == (
+        resumed[2]
+        + resumed[0]
+        + resumed[1].replace("\u00e9", "\\xe9")
+        + resumed[3].replace("\n", failed)
+        + f"tenuto: saved step 6 of run main (SIZE in TIME){failed}"
+    )
