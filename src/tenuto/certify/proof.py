@@ -75,7 +75,7 @@ def put_proof(repo: Repo, script: CertifiedScript, *, saved: int, last: int) -> 
 def proof_of_running(repo: Repo, conditions: Mapping[str, Json]) -> dict[str, Json] | None:
     """Returns what the newest proof of this process's script says; None without one, if one of its files has changed
     since, or if a file is imported that certify has not seen. A damaged proof proves nothing, and `tenuto verify` names
-    it. Where nothing was ever proven this is one listing, and no file is read."""
+    it. Files are read only where this script was proven under these conditions."""
     main = _main()
     if main is None:
         return None

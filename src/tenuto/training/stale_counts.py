@@ -1,9 +1,9 @@
 """Numbers in the state that look like counts and do not count: `{"epoch": 0}`, the habit of `torch.save`.
 
 A number is saved as it is when a save is taken, and nothing but the user's own assignment changes it. Only names that
-cannot mean anything else are looked at, inside another mapping only a count of steps that stands at 0 (`{"step": 30}` may
-say when a schedule changes), and only where training has moved on by far more than such a count may lag behind: a constant
-of the configuration is never complained about.
+cannot mean anything else are looked at, and only where training has moved on by far more than such a count may lag
+behind: a constant of the configuration is never complained about. Inside another mapping a count of steps is one only
+while it is 0, since `{"step": 30}` may be when a schedule changes.
 """
 
 from __future__ import annotations
