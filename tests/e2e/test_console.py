@@ -32,7 +32,7 @@ def train(steps, at=None, **options):
             if at is not None:
                 at(step + 1)
 """
-RESUMED = "tenuto: resumed run main at step {} from PLACE/ckpts (SIZE in TIME, verified)\n"
+RESUMED = "tenuto: resumed run main at step {} from PLACE/ckpts (SIZE in TIME, verified; no known gap)\n"
 
 
 def command(place: Path, body: str, *options: str) -> list[str]:

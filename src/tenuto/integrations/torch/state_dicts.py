@@ -33,7 +33,9 @@ def _is_optimizers(value: Mapping[Any, Any]) -> bool:
     """Returns whether parameters are numbers in it, or names as FSDP gives them, which they never are in what a user
     gives to an optimizer, and whether its state is that of these parameters."""
     state, groups = value.get("state"), value.get("param_groups")
-    if not (isinstance(state, Mapping) and isinstance(groups, list) and all(isinstance(one, Mapping) for one in groups)):
+    if not (
+        isinstance(state, Mapping) and isinstance(groups, list) and all(isinstance(one, Mapping) for one in groups)
+    ):
         return False
     parameters = [group.get("params") for group in groups]
     if not all(isinstance(some, list) and all(isinstance(one, int | str) for one in some) for some in parameters):
