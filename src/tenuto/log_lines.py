@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Final
+from typing import Final, TextIO
 
 LOGGER: Final = logging.getLogger("tenuto")
 _COLOURS: Final = ((logging.ERROR, "31"), (logging.WARNING, "33"))
@@ -85,7 +85,7 @@ def _print(level: int, line: str) -> None:
         _print_to_own(stream, _text(stream, level, line))
 
 
-def _print_to(stream: IO[str], text: str) -> None:
+def _print_to(stream: TextIO, text: str) -> None:
     try:
         stream.write(text)
     except UnicodeEncodeError:
@@ -94,7 +94,7 @@ def _print_to(stream: IO[str], text: str) -> None:
         stream.flush()
 
 
-def _print_to_own(own: IO[str], text: str) -> None:
+def _print_to_own(own: TextIO, text: str) -> None:
     if not _handlers_running:
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # a handler of the user's may interrupt a print
             own.flush()
@@ -102,11 +102,11 @@ def _print_to_own(own: IO[str], text: str) -> None:
         os.write(own.fileno(), text.encode(own.encoding, "backslashreplace"))
 
 
-def _text(stream: IO[str], level: int, line: str) -> str:
+def _text(stream: TextIO, level: int, line: str) -> str:
     return (_styled(level, line) if _is_terminal(stream) else f"tenuto: {line}") + "\n"
 
 
-def _is_terminal(stream: IO[str]) -> bool:
+def _is_terminal(stream: TextIO) -> bool:
     is_terminal = getattr(stream, "isatty", None)  # a stand-in may have nothing but write
     return bool(is_terminal and is_terminal()) and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 

@@ -350,6 +350,35 @@ def test_a_process_that_is_leaving_is_waited_for(tmp_path: Path) -> None:
     assert (following.returncode, rest) == (0, RESUMED.format(2))
 
 
+SAVES_ONCE = """
+def hold(event):
+    if type(event).__name__ == "SaveStarted":
+        print("there", flush=True)
+        sys.stdin.readline()
+tenuto.save(state, where, sinks=[hold])
+"""
+
+
+def test_a_process_that_saves_once_is_waited_for(tmp_path: Path) -> None:
+    owner = start(tmp_path, SAVES_ONCE, "owner.py")
+    assert owner.stdout is not None and owner.stdout.readline() == "there\n"
+    until = time.monotonic() + 60
+    while not any(json.loads(one.read_bytes().split(b"\n")[0]).get("leaving") for one in leases(tmp_path)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    following = start(tmp_path, "train(4)", "next.py")
+    assert following.stderr is not None
+    lines = [following.stderr.readline()]
+    while not lines[-1].startswith("tenuto: waiting"):
+        lines.append(following.stderr.readline())
+        assert lines[-1], lines
+    assert lines[-1].endswith("which owns run main: it is leaving\n")
+    owner.communicate("\n", timeout=60)
+    rest = masked(following.communicate(timeout=60)[1], tmp_path)
+    assert (owner.returncode, following.returncode) == (0, 0), rest
+    assert rest == RESUMED.format(0).replace("; no known gap", "")
+
+
 def leases(place: Path) -> list[Path]:
     return [one for one in place.glob("ckpts/runs/main/a0001/lease/*.json") if one.stat().st_size]
 
