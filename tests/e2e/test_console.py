@@ -388,7 +388,10 @@ def test_of_two_ranks_one_speaks(tmp_path: Path) -> None:
     import torch.distributed as dist
     dist.init_process_group("gloo")
     train(2)
-    train(3)
+    first = tenuto.Checkpointer(where, state, save=every(steps=1), keep=ALL)
+    for step in first.steps(3):
+        state["n"] += 1
+    train(4)
     """
     pytest.importorskip("torch")
     path = command(tmp_path, body)[-1]
@@ -398,7 +401,11 @@ def test_of_two_ranks_one_speaks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines(True) if "tenuto" in line]
-    assert masked("".join(lines), tmp_path) == RESUMED.format(2)
+    assert masked("".join(lines), tmp_path) == (
+        RESUMED.format(2)
+        + "tenuto: closing the Checkpointer that this process has on run main: this one takes its place\n"
+        + RESUMED.format(3)
+    )
 
 
 def test_a_line_is_not_lost_and_training_not_ended_by_what_stands_for_stderr(tmp_path: Path) -> None:

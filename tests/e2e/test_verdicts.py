@@ -148,6 +148,8 @@ def test_where_the_data_or_the_optimizer_was_out_of_sight_nothing_is_promised(
     assert "exactness unknown" in listed.stdout
     rows = json.loads(tenuto("ls", tmp_path / "ckpts", "--json").stdout)["runs"][0]["checkpoints"]
     assert "unknown" in {row["verdict"] for row in rows}
+    more = f" (and {len(why) - 1} more)" if len(why) > 1 else ""
+    assert f", verified; unknown: {why[0]}{more})" in run(script, form, tmp_path / "ckpts").stderr
 
 
 def test_certify_names_the_missing_data_first(tmp_path: Path, script: Path) -> None:

@@ -226,7 +226,10 @@ class RunClaim:
         run_registry.await_writing(key, WRITING_S)
         earlier = run_registry.live(key)
         if earlier is not None:
-            self._warn(f"closing the Checkpointer that this process has on run {self._run}: this one takes its place")
+            if self._group.coordinates:  # the other ranks do the same
+                self._warn(
+                    f"closing the Checkpointer that this process has on run {self._run}: this one takes its place"
+                )
             earlier.close_replaced()
 
     def _restore_anew(self) -> tuple[CheckpointId | None, CheckpointId | None]:
@@ -246,8 +249,9 @@ class RunClaim:
     def _verdict(self) -> str:
         """Returns whether the resume is exact, and a reason if it is not: but for those that have been reported."""
         assert self.restored is not None
-        verdict = self.restored.verdict
-        if verdict is None or verdict in EXACT or self._position.reasons:
+        verdict, data = self.restored.verdict, self._position.data
+        reported = self._position.reasons or (data is not None and data.reasons)
+        if verdict is None or verdict in EXACT or reported:
             return verdict or ""
         return exactness.in_words(self.restored.certificate)
 
