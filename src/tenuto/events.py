@@ -174,6 +174,7 @@ class Resumed(Event):
     where: the repository. bytes, seconds: what was read and verified, and how long that took.
     age_s: for a state in memory, the seconds since it was sealed.
     base: the newest durable checkpoint of the same line of training.
+    verdict: whether the resume is exact, in words; empty where the checkpoint does not say.
     """
 
     id: CheckpointId
@@ -182,6 +183,7 @@ class Resumed(Event):
     seconds: float
     age_s: float | None = None
     base: CheckpointId | None = None
+    verdict: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Final
+from typing import Final, TextIO
 
 LOGGER: Final = logging.getLogger("tenuto")
 _COLOURS: Final = ((logging.ERROR, "31"), (logging.WARNING, "33"))
@@ -59,7 +59,10 @@ def _writes_directly() -> bool:
 def _write(level: int, message: str) -> None:
     line = _one_line(message)
     if LOGGER.hasHandlers():
-        LOGGER.log(level, "%s", line)
+        try:
+            LOGGER.log(level, "%s", line)
+        except Exception as error:  # noqa: BLE001 - a handler that fails must end neither training nor a save
+            _print(level, f"{line} (a logging handler failed: {_one_line(repr(error))})")
     elif level >= (LOGGER.level or logging.INFO) and not LOGGER.disabled and level > LOGGER.manager.disable:
         _print(level, line)
 
@@ -70,23 +73,42 @@ def _one_line(message: str) -> str:
 
 
 def _print(level: int, line: str) -> None:
-    stream = sys.stderr
-    try:
-        text = f"{_styled(level, line) if _is_terminal(stream) else f'tenuto: {line}'}\n"
-        own = sys.__stderr__
-        if own is not None and stream is own:
-            if not _handlers_running:
-                own.flush()
-            os.write(own.fileno(), text.encode(own.encoding, "backslashreplace"))
+    stream, own = sys.stderr, sys.__stderr__
+    if stream is not None and stream is not own:
+        try:
+            _print_to(stream, _text(stream, level, line))
+        except Exception:  # noqa: BLE001 - somebody's stand-in for stderr is closed or fails: the own one has the line
+            stream = own
         else:
-            stream.write(text)
-            stream.flush()
-    except (OSError, ValueError, AttributeError):  # closed, or none at all: nobody reads it, and training goes on
-        return
+            return
+    if stream is not None:
+        _print_to_own(stream, _text(stream, level, line))
 
 
-def _is_terminal(stream: IO[str]) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+def _print_to(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        stream.write(text.encode("ascii", "backslashreplace").decode("ascii"))
+    if hasattr(stream, "flush"):
+        stream.flush()
+
+
+def _print_to_own(own: TextIO, text: str) -> None:
+    if not _handlers_running:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # a handler of the user's may interrupt a print
+            own.flush()
+    with contextlib.suppress(OSError, ValueError):  # closed: nobody reads it, and training goes on
+        os.write(own.fileno(), text.encode(own.encoding, "backslashreplace"))
+
+
+def _text(stream: TextIO, level: int, line: str) -> str:
+    return (_styled(level, line) if _is_terminal(stream) else f"tenuto: {line}") + "\n"
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    is_terminal = getattr(stream, "isatty", None)  # a stand-in may have nothing but write
+    return bool(is_terminal and is_terminal()) and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
 def _styled(level: int, line: str) -> str:

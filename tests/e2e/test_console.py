@@ -32,7 +32,7 @@ def train(steps, at=None, **options):
             if at is not None:
                 at(step + 1)
 """
-RESUMED = "tenuto: resumed run main at step {} from PLACE/ckpts (SIZE in TIME, verified)\n"
+RESUMED = "tenuto: resumed run main at step {} from PLACE/ckpts (SIZE in TIME, verified; no known gap)\n"
 
 
 def command(place: Path, body: str, *options: str) -> list[str]:
@@ -354,6 +354,35 @@ def test_a_process_that_is_leaving_is_waited_for(tmp_path: Path) -> None:
     assert (following.returncode, rest) == (0, RESUMED.format(2))
 
 
+SAVES_ONCE = """
+def hold(event):
+    if type(event).__name__ == "SaveStarted":
+        print("there", flush=True)
+        sys.stdin.readline()
+tenuto.save(state, where, sinks=[hold])
+"""
+
+
+def test_a_process_that_saves_once_is_waited_for(tmp_path: Path) -> None:
+    owner = start(tmp_path, SAVES_ONCE, "owner.py")
+    assert owner.stdout is not None and owner.stdout.readline() == "there\n"
+    until = time.monotonic() + 60
+    while not any(json.loads(one.read_bytes().split(b"\n")[0]).get("leaving") for one in leases(tmp_path)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    following = start(tmp_path, "train(4)", "next.py")
+    assert following.stderr is not None
+    lines = [following.stderr.readline()]
+    while not lines[-1].startswith("tenuto: waiting"):
+        lines.append(following.stderr.readline())
+        assert lines[-1], lines
+    assert lines[-1].endswith("which owns run main: it is leaving\n")
+    owner.communicate("\n", timeout=60)
+    rest = masked(following.communicate(timeout=60)[1], tmp_path)
+    assert (owner.returncode, following.returncode) == (0, 0), rest
+    assert rest == RESUMED.format(0).replace("; no known gap", "")
+
+
 def leases(place: Path) -> list[Path]:
     return [one for one in place.glob("ckpts/runs/main/a0001/lease/*.json") if one.stat().st_size]
 
@@ -363,7 +392,10 @@ def test_of_two_ranks_one_speaks(tmp_path: Path) -> None:
     import torch.distributed as dist
     dist.init_process_group("gloo")
     train(2)
-    train(3)
+    first = tenuto.Checkpointer(where, state, save=every(steps=1), keep=ALL)
+    for step in first.steps(3):
+        state["n"] += 1
+    train(4)
     """
     pytest.importorskip("torch")
     path = command(tmp_path, body)[-1]
@@ -373,4 +405,44 @@ def test_of_two_ranks_one_speaks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines(True) if "tenuto" in line]
-    assert masked("".join(lines), tmp_path) == RESUMED.format(2)
+    assert masked("".join(lines), tmp_path) == (
+        RESUMED.format(2)
+        + "tenuto: closing the Checkpointer that this process has on run main: this one takes its place\n"
+        + RESUMED.format(3)
+    )
+
+
+def test_a_line_is_not_lost_and_training_not_ended_by_what_stands_for_stderr(tmp_path: Path) -> None:
+    """Each stand-in gets one line, of a run that resumes: its own, or the process's stderr where it fails."""
+    body = r"""
+    import io, logging
+    class Bare:
+        def __init__(self): self.text = ""
+        def write(self, text): self.text += text
+    class Broken:
+        def write(self, text): raise RuntimeError("the widget is gone")
+    class Failing(logging.Handler):
+        def emit(self, record): raise RuntimeError("no\nconnection")
+    where = "ckpts/\u00e9"
+    bare, buffer = Bare(), io.BytesIO()
+    own, ascii = sys.stderr, io.TextIOWrapper(buffer, "ascii")
+    train(1)
+    for number, stream in enumerate([bare, ascii, Broken()], 2):
+        sys.stderr = stream
+        train(number)
+    sys.stderr = own
+    ascii.flush()
+    print(bare.text, buffer.getvalue().decode(), sep="", end="", file=own, flush=True)
+    logging.getLogger("tenuto").addHandler(Failing())
+    logging.getLogger("tenuto").setLevel(logging.INFO)
+    train(6, log="saves", save=on.end())
+    """
+    failed = " (a logging handler failed: RuntimeError('no\\nconnection'))\n"
+    resumed = [RESUMED.format(step).replace("ckpts", "ckpts/\u00e9") for step in (1, 2, 3, 4)]
+    assert said(tmp_path, body) == (
+        resumed[2]
+        + resumed[0]
+        + resumed[1].replace("\u00e9", "\\xe9")
+        + resumed[3].replace("\n", failed)
+        + f"tenuto: saved step 6 of run main (SIZE in TIME){failed}"
+    )

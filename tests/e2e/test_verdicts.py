@@ -55,7 +55,8 @@ else:
                 train(batch)
                 ckpt.step_done()
 """
-# Numpy alone, which starts quickly. Its module is another file of the user's.
+# Numpy alone, which starts quickly. Its module is another file of the user's; a second word in its file of settings
+# has it import one more.
 PROVEN = """
 import sys
 
@@ -65,11 +66,14 @@ import rates
 import tenuto
 from tenuto import every, on
 
+end, *more = open(sys.argv[2]).read().split()
+for name in more:
+    __import__(name)
 np.random.seed(0)
 state = {"weights": np.random.rand(4)}
 batches = [np.full(4, float(number)) for number in range(7)]
 with tenuto.Checkpointer(sys.argv[1], state, data=batches, save=every(steps=5) | on.end()) as ckpt:
-    for _ in ckpt.steps(int(open(sys.argv[2]).read())):
+    for _ in ckpt.steps(int(end)):
         state["weights"] = state["weights"] - rates.RATE * (next(ckpt.batches) + np.random.rand(4))
 """
 
@@ -144,6 +148,8 @@ def test_where_the_data_or_the_optimizer_was_out_of_sight_nothing_is_promised(
     assert "exactness unknown" in listed.stdout
     rows = json.loads(tenuto("ls", tmp_path / "ckpts", "--json").stdout)["runs"][0]["checkpoints"]
     assert "unknown" in {row["verdict"] for row in rows}
+    more = f" (and {len(why) - 1} more)" if len(why) > 1 else ""
+    assert f", verified; unknown: {why[0]}{more})" in run(script, form, tmp_path / "ckpts").stderr
 
 
 def test_certify_names_the_missing_data_first(tmp_path: Path, script: Path) -> None:
@@ -187,3 +193,9 @@ def test_what_certify_has_proven_checkpoints_say_until_the_script_or_its_argumen
     steps.write_text("20")
     assert run(*command, "--more").returncode == 0
     assert shown(where)[1]["verdict"] == "no known gap"
+
+    (tmp_path / "chosen.py").write_text("import rates\nrates.RATE = 0.3\n")
+    for settings, verdict in (("25 chosen", "no known gap"), ("30", "proven")):
+        steps.write_text(settings)
+        assert run(*command).returncode == 0
+        assert shown(where)[1]["verdict"] == verdict, "certify has not seen the chosen file"

@@ -24,3 +24,10 @@ def test_what_was_saved_and_loaded_prints_as_one_line(tmp_path: Path) -> None:
     (place / "runs/main/a0001/step-00000001/manifest.json").write_bytes(b"?")
     restored = tenuto.load(place)
     assert re.fullmatch(rf"{line.replace('/1 ', '/0 ')}, 1 damaged checkpoint passed over>", repr(restored))
+    state = {"w": np.zeros(3)}
+    with tenuto.Checkpointer(place, state, run="trained", log="silent") as ckpt:
+        for _ in ckpt.steps(1):
+            state["w"] += 1
+    with tenuto.Checkpointer(place, state, run="trained", log="silent") as ckpt:
+        restored_line = str(ckpt.restore())
+    assert re.fullmatch(r"<trained/.*: \d tensors, .* in [0-9.]+ m?s; no known gap>", restored_line), restored_line

@@ -142,6 +142,7 @@ def _saved(
     attempt, number = group.agree_on_attempt(
         repo, lambda: _attempt(repo, run, key, step, wait_s=wait_s, waiting=emitter.emit)
     )
+    attempt.leave()  # whoever wants the run meanwhile waits: it is free once this save has ended
     saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=group.protocol(repo))
     saver.attempt = attempt
     try:

@@ -39,11 +39,14 @@ class CertifiedScript:
     @property
     def directory(self) -> str:
         """Returns the directory of its proofs."""
-        main = next(iter(self.files))
-        return object_names.proofs_directory(digest(canonical_json.dumps([main, dict(self.conditions)])).hex())
+        return _directory(next(iter(self.files)), self.conditions)
 
     def record(self) -> dict[str, Any]:
         return {"conditions": dict(self.conditions), "files": dict(self.files)}
+
+
+def _directory(main: str, conditions: Mapping[str, Json]) -> str:
+    return object_names.proofs_directory(digest(canonical_json.dumps([main, dict(conditions)])).hex())
 
 
 def running_script(conditions: Mapping[str, Json]) -> CertifiedScript | None:
@@ -56,8 +59,12 @@ def running_script(conditions: Mapping[str, Json]) -> CertifiedScript | None:
     if len(paths) > MOST_FILES:
         return None
     files = {os.path.relpath(path, main.parent): content for path in paths if (content := _content(path))}
+    return CertifiedScript(_with_arguments(conditions), files)
+
+
+def _with_arguments(conditions: Mapping[str, Json]) -> dict[str, Json]:
     arguments = [argument.encode("utf-8", "replace").decode("utf-8") for argument in sys.argv[1:]]
-    return CertifiedScript({**conditions, "arguments": list(arguments)}, files)
+    return {**conditions, "arguments": list(arguments)}
 
 
 def put_proof(repo: Repo, script: CertifiedScript, *, saved: int, last: int) -> None:
@@ -66,27 +73,30 @@ def put_proof(repo: Repo, script: CertifiedScript, *, saved: int, last: int) -> 
 
 
 def proof_of_running(repo: Repo, conditions: Mapping[str, Json]) -> dict[str, Json] | None:
-    """Returns what the newest proof of this process's script says; None without one, or if one of its files has changed
-    since. A damaged proof proves nothing, and `tenuto verify` names it."""
-    script, main = running_script(conditions), _main()
-    if script is None or main is None:
+    """Returns what the newest proof of this process's script says; None without one, if one of its files has changed
+    since, or if a file is imported that certify has not seen. A damaged proof proves nothing, and `tenuto verify` names
+    it. Files are read only where this script was proven under these conditions."""
+    main = _main()
+    if main is None:
         return None
-    for number in reversed(numbers(repo, script.directory)):
-        name = object_names.numbered(script.directory, number)
+    directory = _directory(main.name, _with_arguments(conditions))
+    found = numbers(repo, directory)
+    script = running_script(conditions) if found else None
+    for number in reversed(found):
+        name = object_names.numbered(directory, number)
         try:
-            found = objects.decode(KIND, name, repo.store.get(name, limit=objects.SMALL), repo.id)
-            files = found.mapping("files")
+            record = objects.decode(KIND, name, repo.store.get(name, limit=objects.SMALL), repo.id)
+            files = record.mapping("files")
             proof: dict[str, Json] = {
-                "created": found.text("created"),
-                "last": found.whole("last"),
-                "saved": found.whole("saved"),
+                "created": record.text("created"),
+                "last": record.whole("last"),
+                "saved": record.whole("saved"),
             }
         except (ObjectNotFound, CorruptionError):
             continue
-        same = len(files) <= MOST_FILES and all(
-            content == _content(main.parent / path) for path, content in files.items()
-        )
-        return proof if files and same else None
+        same = script is not None and script.files.keys() <= files.keys() and len(files) <= MOST_FILES
+        unchanged = same and all(content == _content(main.parent / path) for path, content in files.items())
+        return proof if files and unchanged else None
     return None
 
 
@@ -97,14 +107,16 @@ def _main() -> Path | None:
 
 def _imported() -> Iterator[Path]:
     """Yields the files of imported modules, but for Python's own, installed packages and Tenuto."""
-    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    installed.add(Path(__file__).resolve().parents[1])
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders.append(str(Path(__file__).parents[1]))
+    installed = tuple(form + os.sep for folder in folders for form in (folder, os.path.realpath(folder)))
     for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py"):
-            path = Path(file).resolve()
-            if installed.isdisjoint(path.parents) and not {"site-packages", "dist-packages"} & set(path.parts):
-                yield path
+        file = getattr(module, "__dict__", {}).get("__file__")  # getattr alone would load what is loaded lazily
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
+            continue
+        path = Path(file).resolve()
+        if not str(path).startswith(installed) and not {"site-packages", "dist-packages"} & set(path.parts):
+            yield path
 
 
 def _content(path: Path) -> str:

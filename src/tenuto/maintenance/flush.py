@@ -297,6 +297,7 @@ def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | Non
         attempt = claim(repo, run, verdict.base, wait_s=0.0, report=report, before_put=judge_again)
     except CheckpointNotFound as error:
         raise _gone_on(repo, run, error.message) from error
+    attempt.leave()
     try:
         _judged(repo, run, images)  # as seen now that nobody else can claim unseen
         if len(images) == 1:

@@ -137,6 +137,7 @@ def retain(
     if not plan.dropped:
         return plan, ()
     attempt = claim_newest(repo, run, *newest(), again=newest, withdrawn=withdrawn, wait_s=wait_s, report=report)
+    attempt.leave()
     try:
         plan = plan_retention(repo, attempt, policy, grace=grace)
         return plan, execute(repo, attempt, plan, emitter=emitter)

@@ -116,7 +116,8 @@ def _step(id: CheckpointId) -> str:
 
 def _resumed(event: events.Resumed) -> str:
     what = f"resumed run {event.id.run} at step {event.id.step}"
-    cost = f"{size(event.bytes)} in {seconds(event.seconds)}, verified"
+    verdict = f"; {event.verdict}" if event.verdict else ""
+    cost = f"{size(event.bytes)} in {seconds(event.seconds)}, verified{verdict}"
     if event.age_s is None:
         return f"{what} from {event.where} ({cost})"
     base = f"; the newest checkpoint in {event.where} is step {event.base.step}" if event.base is not None else ""

@@ -16,6 +16,8 @@ from tenuto.engine.read.sharded_reader import PrivateEntry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.errors import TenutoError, in_words
 from tenuto.events import AttemptClaimed, Emitter, Resumed, Warned
+from tenuto.model import exactness
+from tenuto.model.exactness import EXACT
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
 from tenuto.repo.format.small_records import encode_attempt
@@ -224,7 +226,10 @@ class RunClaim:
         run_registry.await_writing(key, WRITING_S)
         earlier = run_registry.live(key)
         if earlier is not None:
-            self._warn(f"closing the Checkpointer that this process has on run {self._run}: this one takes its place")
+            if self._group.coordinates:  # the other ranks do the same
+                self._warn(
+                    f"closing the Checkpointer that this process has on run {self._run}: this one takes its place"
+                )
             earlier.close_replaced()
 
     def _restore_anew(self) -> tuple[CheckpointId | None, CheckpointId | None]:
@@ -238,7 +243,17 @@ class RunClaim:
         image = self.restored_image
         where, age_s = self._repo.url, None if image is None else image.footer.age_s
         base = None if image is None else image.verdict.base
-        self._emitter.emit(Resumed(result.id, where, result.bytes, result.seconds, age_s, base))
+        verdict = self._verdict()
+        self._emitter.emit(Resumed(result.id, where, result.bytes, result.seconds, age_s, base, verdict))
+
+    def _verdict(self) -> str:
+        """Returns whether the resume is exact, and a reason if it is not: but for those that have been reported."""
+        assert self.restored is not None
+        verdict, data = self.restored.verdict, self._position.data
+        reported = self._position.reasons or (data is not None and data.reasons)
+        if verdict is None or verdict in EXACT or reported:
+            return verdict or ""
+        return exactness.in_words(self.restored.certificate)
 
     def _warn(self, message: str) -> None:
         self._emitter.emit(Warned(message, self._run))

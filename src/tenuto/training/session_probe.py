@@ -1,10 +1,14 @@
-"""What follows a training from outside, if anything does."""
+"""What follows a training from outside, if anything does, and what was proven of it that way."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tenuto.model.records import Json
+from tenuto.repo.format import object_names
+from tenuto.repo.repository import Repo
 from tenuto.store.contract import Where
 from tenuto.store.registry import CERTIFY_VARIABLE
 from tenuto.training.arguments import Settings
@@ -45,3 +49,13 @@ def session_probe(rank: int, world_size: int) -> SessionProbe | None:
     from tenuto.certify.probe import certify_probe  # of no use to any other training
 
     return certify_probe(rank, world_size)
+
+
+def known_proof(repo: Repo, snapshots: Snapshots) -> Mapping[str, Json] | None:
+    """Returns what `tenuto certify` has proven of this process's script, if anything. One listing where it has proven
+    nothing in this repository."""
+    if not repo.store.children(object_names.PROOFS).directories:
+        return None
+    from tenuto.certify.proof import proof_of_running  # of no use to most trainings
+
+    return proof_of_running(repo, snapshots.conditions())

@@ -2,7 +2,8 @@
 
 A number is saved as it is when a save is taken, and nothing but the user's own assignment changes it. Only names that
 cannot mean anything else are looked at, and only where training has moved on by far more than such a count may lag
-behind: a constant of the configuration is never complained about.
+behind: a constant of the configuration is never complained about. Inside another mapping a count of steps is one only
+while it is 0, since `{"step": 30}` may be when a schedule changes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class StaleCounts:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
         self._waiting: dict[tuple[str, ...], _Seen | None] = {
-            keys: None for keys, value in _entries(state) if keys[-1] in EPOCHS | STEPS and type(value) in (int, float)
+            keys: None
+            for keys, value in _entries(state)
+            if keys[-1] in EPOCHS | STEPS and type(value) in (int, float)
+            if len(keys) == 1 or keys[-1] in EPOCHS or value == 0
         }
 
     def check(self, step: int, epoch: int) -> str | None:
@@ -45,7 +49,7 @@ class StaleCounts:
             value = values.get(keys)
             if seen is None:
                 self._waiting[keys] = _Seen(value, step, epoch)
-            elif value != seen.value or type(value) is not type(seen.value):
+            elif type(value) is not type(seen.value) or value != seen.value:
                 del self._waiting[keys]
             elif words := _passed(keys[-1], step - seen.step, epoch - seen.epoch):
                 del self._waiting[keys]

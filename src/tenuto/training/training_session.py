@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tenuto import events, log_lines
-from tenuto.certify.proof import proof_of_running
 from tenuto.concurrency.interruption import undisturbed
 from tenuto.engine.group.group import leave_on_error, training_group
 from tenuto.engine.save.handle import Save
@@ -29,7 +28,7 @@ from tenuto.training.pending_saves import LateMetricTrigger, PendingRequests
 from tenuto.training.preemption import PreemptionHandler, await_saves, warn_of_epochs, warn_of_unsaved
 from tenuto.training.resume import RunClaim
 from tenuto.training.saves import RunSaver
-from tenuto.training.session_probe import SessionProbe, session_probe
+from tenuto.training.session_probe import SessionProbe, known_proof, session_probe
 from tenuto.training.snapshot import UNCOUNTED, Snapshots, StateMark
 from tenuto.training.stale_counts import StaleCounts
 
@@ -123,7 +122,7 @@ class TrainingSession:
             if settings.fenced:
                 saving.capture_fenced(state)
             if group.coordinates:
-                snapshots.proof = proof_of_running(repo, snapshots.conditions())
+                snapshots.proof = known_proof(repo, snapshots)
             if probe is not None:
                 probe.attach(session, snapshots, (state, data))
                 claiming.on_restored = probe.restored

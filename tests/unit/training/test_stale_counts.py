@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tenuto
@@ -39,7 +40,11 @@ def test_one_in_a_mapping_inside_is_named_by_its_way_there() -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [{"lr": 0.1, "seed": 0, "epochs": 10, "max_steps": 0, "batch_size": 4, "best": float("inf")}, {"epoch": "0"}],
+    [
+        {"lr": 0.1, "seed": 0, "epochs": 10, "max_steps": 0, "batch_size": 4, "best": float("inf")},
+        {"epoch": "0"},
+        {"schedule": {"step": 30, "gamma": 0.1}, "slice": {"start": 0, "step": 1}, "solver": {"iter": 20}},
+    ],
 )
 def test_constants_of_a_configuration_are_never_told(state: dict[str, Any]) -> None:
     assert told(state, [(1, 0, {}), (10_000, 50, {})]) == []
@@ -53,6 +58,10 @@ def test_what_has_counted_once_is_trusted() -> None:
 def test_a_mapping_that_is_replaced_is_looked_at_anew() -> None:
     moments = [(number * 60, number, {"progress": {"epoch": number}}) for number in range(1, 9)]
     assert told({"progress": {"epoch": 0}}, moments) == []
+
+
+def test_one_that_becomes_an_array_is_looked_at_by_its_type() -> None:
+    assert told({"step": 0}, [(1, 0, {}), (200, 0, {"step": np.arange(3)}), (400, 0, {})]) == []
 
 
 def test_a_training_says_it(tmp_path: Path) -> None:

@@ -381,7 +381,8 @@ class Restored:
         origin = checkpoint.where if self.memory_s is None else f"memory, sealed {seconds(self.memory_s)} ago"
         what = f"{count(checkpoint.leaves, 'tensor')}, {size(checkpoint.bytes)}"
         passed = f", {count(len(self.skipped), 'damaged checkpoint')} passed over" if self.skipped else ""
-        return f"<{checkpoint.id} restored from {origin}: {what} in {seconds(self.seconds)}{passed}>"
+        verdict = f"; {self.verdict}" if self.verdict is not None else ""
+        return f"<{checkpoint.id} restored from {origin}: {what} in {seconds(self.seconds)}{passed}{verdict}>"
 
     @property
     def source(self) -> str:

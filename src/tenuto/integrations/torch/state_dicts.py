@@ -17,8 +17,9 @@ def owner(value: Mapping[Any, Any]) -> str:
     A copy of a module's state_dict() is a mapping of tensors like any other: it may be an average of weights, which
     somebody updates in place.
     """
-    if isinstance(getattr(value, "_metadata", None), Mapping):
-        return "module" if _is_shared(value) else ""
+    # Not by getattr: a mapping with attributes for its keys may make an entry of each that it is asked for.
+    if isinstance(getattr(value, "__dict__", {}).get("_metadata"), Mapping):
+        return "module" if _is_a_modules(value) else ""
     if _is_optimizers(value):
         return "optimizer"
     if value.keys() >= _SCALER:
@@ -30,41 +31,37 @@ def owner(value: Mapping[Any, Any]) -> str:
 
 def _is_optimizers(value: Mapping[Any, Any]) -> bool:
     """Returns whether parameters are numbers in it, or names as FSDP gives them, which they never are in what a user
-    gives to an optimizer."""
-    groups = value.get("param_groups")
-    return (
-        isinstance(value.get("state"), Mapping)
-        and isinstance(groups, list)
-        and all(isinstance(group, Mapping) and _are_keys(group.get("params")) for group in groups)
-    )
+    gives to an optimizer, and whether its state is that of these parameters."""
+    state, groups = value.get("state"), value.get("param_groups")
+    if not (
+        isinstance(state, Mapping) and isinstance(groups, list) and all(isinstance(one, Mapping) for one in groups)
+    ):
+        return False
+    parameters = [group.get("params") for group in groups]
+    if not all(isinstance(some, list) and all(isinstance(one, int | str) for one in some) for some in parameters):
+        return False
+    known = {one for some in parameters for one in some}
+    return bool(known) and state.keys() <= known
 
 
-def _are_keys(params: Any) -> bool:
-    return isinstance(params, list) and all(isinstance(one, int | str) for one in params)
-
-
-def _is_shared(value: Mapping[Any, Any]) -> bool:
-    """Returns whether tensors of a module lie where the mapping's do. Looks at every object of the process, and only
-    where a mapping looks like a module's state_dict()."""
-    inner = [_local(tensor) for tensor in value.values() if isinstance(tensor, torch.Tensor)]
-    own = {id(tensor) for tensor in (*value.values(), *inner)}
-    places = {_place(tensor) for tensor in inner} - {0}
-    if any(isinstance(tensor, torch.nn.Parameter) for tensor in value.values()):  # of state_dict(keep_vars=True)
+def _is_a_modules(value: Mapping[Any, Any]) -> bool:
+    """Returns whether parameters of a module lie where the mapping's tensors do. Looks at every object of the process,
+    and only where a mapping looks like a module's state_dict(). Tensors that are no parameters may be the user's own
+    views of a copy."""
+    tensors = [tensor for tensor in value.values() if isinstance(tensor, torch.Tensor)]
+    if any(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):  # of state_dict(keep_vars=True)
         return True
+    places = {_place(tensor) for tensor in tensors} - {0}
     return any(
-        issubclass(type(found), torch.Tensor) and id(found) not in own and _place(found) in places
+        issubclass(type(found), torch.Tensor) and isinstance(found, torch.nn.Parameter) and _place(found) in places
         for found in gc.get_objects()
     )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a distributed tensor that this process holds; any other tensor itself."""
-    part = getattr(tensor, "_local_tensor", None)
-    return part if isinstance(part, torch.Tensor) else tensor
-
-
 def _place(tensor: torch.Tensor) -> int:
+    """Returns where the memory of a tensor begins, or of the part of a distributed one that this process holds."""
+    part = getattr(tensor, "_local_tensor", None)
     try:
-        return tensor.untyped_storage().data_ptr()
+        return (part if isinstance(part, torch.Tensor) else tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a tensor without memory of its own, such as a sparse one
         return 0

@@ -180,3 +180,39 @@ def test_a_tensor_whose_changes_are_not_counted_does_not_wait() -> None:
     with torch.inference_mode():
         tensor = torch.ones(4)
     assert not device.can_wait(tensor)
+
+
+# -- what is read twice, and what stays when the driver refuses --------------------------------------------------------
+
+
+def test_parts_of_all_late_leaves_are_read_twice_by_the_device_and_compared_on_the_host(driver: Driver) -> None:
+    held, still = torch.arange(16, dtype=torch.float32), torch.zeros(4)
+    bound = unpinned([held, still])
+    probe = bound.probe([(held, 0, 0, 8), (held, 0, 32, 48), (still, 1, 0, 16)])
+    assert driver.log == [], "the first reading is queued behind training's work; nobody waits"
+    held[9] = -1.0  # through `.data`, say: no counter has seen it
+    copies = bound.late([(held, 0, 0, 64), (still, 1, 0, 16)], probe=probe)
+    last = max(entry[1] for entry in driver.log if entry[0] == "record")
+    behind = [entry[0] for entry in driver.log if entry[:1] == ("copy",) or entry[0] == "record"]
+    assert behind[-2:] == ["record", "record"], (
+        "the second reading is behind the copies, and before what orders updates"
+    )
+    assert not any(entry[0] == "host waits" for entry in driver.log)
+    assert copies.order()
+    assert driver.log[-1] == ("waits", "current", last)
+    driver.log.clear()
+    assert [probe(number) for number in range(3)] == [True, False, True]
+    assert [entry[0] for entry in driver.log] == ["host waits"], "one answer for all parts"
+
+
+def test_where_nothing_was_copied_late_a_probe_finds_nothing_torn(driver: Driver) -> None:
+    held = torch.ones(4)
+    probe = unpinned([held]).probe([(held, 0, 0, 16)])
+    held.zero_()
+    assert probe(0) is True
+
+
+def unpinned(tensors: list[torch.Tensor]) -> device.AcceleratorBound:
+    specs = [LeafSpec(str(number), "float32", tuple(one.shape)) for number, one in enumerate(tensors)]
+    views = [np.zeros(one.numel() * 4, np.uint8) for one in tensors]
+    return device.AcceleratorBound(specs, views, DEVICE, stays=False)

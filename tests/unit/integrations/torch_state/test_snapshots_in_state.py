@@ -131,22 +131,36 @@ class Recorded(dict[str, Any]):
         self.update(state)
 
 
+class Attributes(dict[str, Any]):
+    """A mapping that makes an entry of each attribute that it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.setdefault(name, Attributes())
+
+
 def test_what_looks_like_it_and_follows_training_is_left_alone() -> None:
     held = model()
+    copied = copy.deepcopy(held.state_dict())
+    views = [tensor.view(-1) for tensor in copied.values()], [tensor.detach() for tensor in copied.values()]
+    made = Attributes(weight=held[0].weight)  # type: ignore[index]
     clones = {name: value.clone() for name, value in held.state_dict().items()}
     config = {"lr": 0.1, "scale": 2.0, "last_epoch": 9, "optimizer": {"name": "adamw", "param_groups": 2, "state": {}}}
     legitimate = {
         "shadow": clones,
-        "copied": copy.deepcopy(held.state_dict()),
+        "copied": copied,
+        "made": made,
         "ordered": OrderedDict(clones),
         "average": Average(held),
         "recorded": Recorded(optimizer=optimizer().state_dict()),
         "config": config,
         "groups": {"state": {}, "param_groups": [{"params": [torch.ones(1)]}]},
+        "no groups": {"state": {"phase": 1}, "param_groups": []},
+        "groups by name": {"state": {"phase": 1}, "param_groups": [{"params": ["weight", "bias"], "lr": 0.1}]},
         "nothing": {},
     }
     assert find_snapshot(legitimate) is None
-    assert held is not None
+    assert list(made) == ["weight"], "looking makes no entry"
+    assert held is not None and views
 
 
 @pytest.mark.parametrize(
