@@ -13,7 +13,7 @@ from tenuto.errors import UsageError
 Log = Literal["default", "saves", "silent"]
 VARIABLE: Final = "TENUTO_LOG"
 """Sets `log` for a script that cannot be changed; the argument wins."""
-_SAID: Final = (
+_PRINTED: Final = (
     events.Resumed,
     events.PassedOver,
     events.WaitingForOwner,
@@ -33,7 +33,7 @@ class Console:
     """
 
     def __init__(self, *, saves: bool = False, rank: int = 0, raises: bool = False) -> None:
-        self._kinds = (*_SAID, *_OF_SAVES) if saves else _SAID
+        self._kinds = (*_PRINTED, *_OF_SAVES) if saves else _PRINTED
         self._rank = rank
         self._raises = raises
         self._failure = ""
@@ -41,14 +41,14 @@ class Console:
         commits."""
 
     def emit(self, event: events.Event) -> None:
-        if self._is_said(event):
+        if self._is_printed(event):
             from tenuto.telemetry.log import level_of, sentence  # of no use where nothing is said
 
             line = sentence(event)
             if line is not None:
                 log_lines.log(level_of(event), f"rank {self._rank}: {line}" if self._rank else line)
 
-    def _is_said(self, event: events.Event) -> bool:
+    def _is_printed(self, event: events.Event) -> bool:
         if isinstance(event, events.Warned):
             return not event.issued
         if self._rank:
