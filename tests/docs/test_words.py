@@ -31,7 +31,7 @@ WORDS = {
     r"places": "locations",
     r"held": "blocked (training), kept (an image), owned (a run)",
     r"beside training": "in the background",
-    r"(go|goes|going|went|gone) on": "resume, continue",
+    r"(go|goes|going|went|gone) on(?! each)": "resume, continue",
     r"judge[sd]?": "compare, decide, check",
     r"(is|are|was|were|be) (told|said)": "name the actor: Tenuto warns, logs, raises, prints",
     r"taken for": "considered",
@@ -48,7 +48,7 @@ ALLOWED = {
 }
 """Passages in which such a word is right, each with the reason."""
 
-_CODE = re.compile(r"^```(?:python|py|sh|bash)\n.*?^```$|^\$ .*$|`[^`\n]*`|\]\([^)\s]*\)", re.M | re.S)
+_CODE = re.compile(r"^```(?:python|py|sh|bash)\n.*?^```$|^\$ .*$|`[^`\n]*`|\b\w+=\S*|\]\([^)\s]*\)", re.M | re.S)
 _RETIRED = re.compile("|".join(rf"\b{word}\b" if word[-1] != " " else rf"\b{word}" for word in WORDS), re.I)
 
 

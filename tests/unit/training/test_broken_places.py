@@ -68,7 +68,7 @@ def test_i6_checkpoints_that_a_home_set_back_does_not_know_are_left_alone(tmp_pa
     before = packs(disk)
     assert "a0001/step-00000006" in before
     if how == "train":
-        with pytest.warns(Warning, match="was the home set back|Was the home set back"):
+        with pytest.warns(Warning, match="Was the primary restored from a backup"):
             train(tenuto.PerNode(disk, home=home), 4)
     else:
         repo = Repo.open(open_store(home))
@@ -125,7 +125,7 @@ def test_a_disk_that_goes_away_in_the_middle_is_noticed_and_nothing_is_put_in_it
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         train(tenuto.Mirror(a, b, copies=copies), 4, unmount)
-    assert any(f"{b} is not the place that it was" in str(one.message) for one in told)
+    assert any(f"{b} is not the location that it was" in str(one.message) for one in told)
     assert not list(b.iterdir())
     steps = [id.step for id in tenuto.Repository(a).checkpoints()]
     assert steps == ([4, 3, 2, 1] if copies == 1 else [2, 1])
@@ -175,7 +175,7 @@ def test_a_mirror_with_a_new_disk_is_filled_and_nothing_is_missed(tmp_path: Path
     a, b = tmp_path / "a", tmp_path / "b"
     train(tenuto.Mirror(a, b), 2)
     shutil.rmtree(b)
-    with pytest.warns(Warning, match="is not the place that it was"):
+    with pytest.warns(Warning, match="is not the location that it was"):
         train(tenuto.Mirror(a, b), 4)
     assert not replicated(a).failed and packs(b) == packs(a)
     repo = Repo.open(open_store(a))

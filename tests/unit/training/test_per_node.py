@@ -299,7 +299,7 @@ def test_a_home_that_is_not_shared_is_still_found_out(cluster: Cluster) -> None:
 
     found = together(2, work)
     assert all(isinstance(one, RanksDisagree) for one in found)
-    assert "is not one place for all ranks" in str(found[0])
+    assert "is not one location for all ranks" in str(found[0])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -341,7 +341,7 @@ def test_all_places_copied_into_one_directory_are_the_repository(cluster: Cluste
 
 def test_a_nodes_directory_given_as_the_home_is_refused(cluster: Cluster) -> None:
     cluster.save(2, 1.0)
-    with pytest.raises(RepositoryError, match="whose home is"):
+    with pytest.raises(RepositoryError, match="whose primary is"):
         tenuto.save({"w": 1.0}, cluster.root / "n0")
 
 
