@@ -37,7 +37,7 @@ def test_replicate_brings_a_mirror_what_it_lacks(cli, mirrored):
     pack(b, 1).unlink()
     status, out, err = cli("replicate", a, "--dry-run")
     assert (status, err) == (0, "")
-    assert out == f"to {b}\n  main/a0001/1  1 pack, 397 KiB\n"
+    assert out == f"to {b}\n  main/a0001/1  1 data file, 397 KiB\n"
     assert not pack(b, 1).exists()
     status, out, _ = cli("replicate", a)
     assert (status, out.splitlines()[-1]) == (0, "397 KiB copied")

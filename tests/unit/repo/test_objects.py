@@ -95,17 +95,17 @@ def test_fields_of_a_wrong_type_are_named() -> None:
     values = {"s": "text", "i": 7, "b": True, "o": {"a": 1}, "l": [1], "f": 1.0, "n": None}
     found = Fields(values, NAME)
     readers: dict[str, tuple[Any, str, str]] = {
-        "text": (found.text, "s", "string"),
-        "whole": (found.whole, "i", "whole number"),
-        "flag": (found.flag, "b", "truth value"),
-        "mapping": (found.mapping, "o", "object"),
-        "sequence": (found.sequence, "l", "list"),
+        "text": (found.text, "s", "a string"),
+        "whole": (found.whole, "i", "a whole number"),
+        "flag": (found.flag, "b", "a truth value"),
+        "mapping": (found.mapping, "o", "an object"),
+        "sequence": (found.sequence, "l", "a list"),
     }
     for read, own, what in readers.values():
         assert read(own) == values[own]
         for key in [*values, "absent"]:
             if key != own:
-                refused(lambda read=read, key=key: read(key), f"{key!r} is no {what}")
+                refused(lambda read=read, key=key: read(key), f"{key!r} is not {what}")
 
 
 def test_texts_and_numbers_have_bounds() -> None:

@@ -74,7 +74,7 @@ def test_i6_checkpoints_that_a_home_set_back_does_not_know_are_left_alone(tmp_pa
         repo = Repo.open(open_store(home))
         plan = gc.plan_gc(repo, grace_s=0.0)
         gc.execute(repo, plan)
-        assert "set back" in str(plan)
+        assert "restored from a backup" in str(plan)
     assert before <= packs(disk)
 
 

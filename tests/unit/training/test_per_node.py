@@ -175,7 +175,7 @@ def test_only_what_some_rank_lacks_is_put_into_the_home_and_it_is_said(cluster: 
     assert sorted(name.partition(".part-")[0] for name in names) == [
         f"rank-0000{rank}.safetensors" for rank in range(4)
     ]
-    assert sum("of 2 packs" in one and "are put into" in one for one in told.messages) == 2, "by a rank of each node"
+    assert sum("of 2 data files" in one and "are put into" in one for one in told.messages) == 2, "by a rank of each node"
     assert not list(cluster.home.rglob("*.safetensors*")), "for as long as ranks read"
 
 
@@ -376,7 +376,7 @@ def test_verify_says_what_it_did_not_see_and_takes_none_of_it_for_damage(cluster
     assert report.ok and report.unseen == 2
     assert ["n1" in finding.message for finding in report.findings] == [True]
     assert not tenuto.Repository(cluster.home).notes(report.checked[0]), "of what was not all read nothing is noted"
-    with pytest.raises(CorruptionError, match="2 packs not looked at"):
+    with pytest.raises(CorruptionError, match="2 data files not looked at"):
         assert_whole(Repo.open(open_store(cluster.home)))
 
 

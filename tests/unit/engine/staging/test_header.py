@@ -51,7 +51,7 @@ def test_a_good_file_is_read() -> None:
         ('{"a":{"dtype":"U8"', b"", "not a flat object"),
         ('{"a":[]}', b"", "not a flat object"),
         ('{"a":{"dtype":{},"shape":[],"data_offsets":[0,1]}}', b"a", "not a flat object"),
-        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":' + " " * 70_000 + "1}}", b"a", "not a flat object"),
+        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":' + " " * 70_000 + "1}}", b"a", "a flat object"),
         ('{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,1]}}', b"a", "not valid JSON"),
         ('{"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}}', b"a", "not valid JSON"),
         ('{"a":{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}}', b"a", "not valid JSON"),

@@ -109,7 +109,7 @@ def test_rank_and_number_of_ranks_are_those_of_torch(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("rank", "of"), [(1, None), (-1, 2), (2, 2), (None, 0)])
 def test_a_rank_that_is_none_is_refused(rank: int | None, of: int | None) -> None:
-    with pytest.raises(UsageError, match="none of"):
+    with pytest.raises(UsageError, match="not one of"):
         ResumableSampler(range(3), rank=rank, world_size=of)
 
 
