@@ -48,7 +48,7 @@ ALLOWED = {
 }
 """Passages in which such a word is right, each with the reason."""
 
-_CODE = re.compile(r"^```(?:python|py|sh|bash)\n.*?^```$|^\$ .*$|`[^`\n]*`|\b\w+=\S*|\]\([^)\s]*\)", re.M | re.S)
+_CODE = re.compile(r"^```(?:python|py|sh|bash)\n.*?^```$|^\$ [^\n]*$|`[^`\n]*`|\b\w+=\S*|\]\([^)\s]*\)", re.M | re.S)
 _RETIRED = re.compile("|".join(rf"\b{word}\b" if word[-1] != " " else rf"\b{word}" for word in WORDS), re.I)
 
 
