@@ -175,7 +175,9 @@ def test_only_what_some_rank_lacks_is_put_into_the_home_and_it_is_said(cluster: 
     assert sorted(name.partition(".part-")[0] for name in names) == [
         f"rank-0000{rank}.safetensors" for rank in range(4)
     ]
-    assert sum("of 2 data files" in one and "are put into" in one for one in told.messages) == 2, "by a rank of each node"
+    assert sum("of 2 data files" in one and "are put into" in one for one in told.messages) == 2, (
+        "by a rank of each node"
+    )
     assert not list(cluster.home.rglob("*.safetensors*")), "for as long as ranks read"
 
 
