@@ -23,7 +23,7 @@ HEAD = "<!-- Generated from the docstrings by `make reference`; a change here is
 GROUPS = {
     "training.md": (
         "Train, and resume",
-        "The Checkpointer, when it saves, what it keeps, and what it says about it.",
+        "The Checkpointer, when it saves, what it keeps, and what it reports.",
         ["Checkpointer", "every", "on", "keep", "Save", "Stats", "Timing", "RankTimings", "Preempted"],
     ),
     "save-and-load.md": (
@@ -42,8 +42,8 @@ GROUPS = {
         ["shard", "fused", "flat", "per_rank", "replicated", "declare", "SharedFiles", "Solo"],
     ),
     "places.md": (
-        "Several places",
-        "A repository on the disk of each node, or several times over. Both stand wherever a path does.",
+        "Several locations",
+        "A repository on the disk of each node, or in several copies. Pass either wherever a path goes.",
         ["PerNode", "Mirror"],
     ),
 }
@@ -222,7 +222,7 @@ def errors(package: Any) -> Iterator[str]:
     for name, found in package["errors"].members.items():
         if not found.is_alias and found.is_class and issubclass(getattr(tree, name), tree.TenutoError):
             yield f"| `{name}` | {getattr(tree, name).exit_code} |"
-    yield "\n`tenuto.Preempted` is no error: it is the SystemExit of a training that a signal asked to leave.\n"
+    yield "\n`tenuto.Preempted` is not an error: it is the SystemExit of a training that a signal asked to leave.\n"
     for name in OF_ERRORS:
         if name in package["errors"].members:
             yield f"## `tenuto.{name}`\n\n{text(package['errors'][name])}\n"
@@ -258,7 +258,7 @@ def command_line() -> Iterator[str]:
     from tenuto.cli.console import help_text
 
     yield "# `tenuto`, the command\n"
-    yield "Data goes to stdout, the story to stderr, a hint comes last. `--json` gives one JSON document, also for an"
+    yield "Data goes to stdout, messages go to stderr, a hint comes last. `--json` gives one JSON document, also for an"
     yield "error, whose `schema` names its kind and version.\n"
     whole: Any = typer.main.get_command(application())
     for name in COMMANDS:

@@ -77,7 +77,7 @@ def _seal_not_compared() -> AbstractContextManager[Any]:
         except CorruptionError as error:
             raise CorruptionError(f"{name}: {error.message}", subject=name) from None
         if not isinstance(found, dict):
-            raise CorruptionError(f"{name} is no JSON object", subject=name)
+            raise CorruptionError(f"{name} is not a JSON object", subject=name)
         return found
 
     return replacing(canonical_json.open_seal, open_seal)

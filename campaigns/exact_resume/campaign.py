@@ -92,7 +92,7 @@ def outcome(name: str, place: Path, process: Process | None = None) -> Outcome:
     parents = [record.parent.step for record in records if record is not None and record.parent is not None]
     wanted_from = [end.goes_on_from for end in case.ends]
     if parents != wanted_from:
-        return Outcome(name, f"the pieces went on from steps {parents}, and not from {wanted_from}")
+        return Outcome(name, f"the pieces resumed from steps {parents}, and not from {wanted_from}")
     certificate: Any = repo.manifest(pieces.id).certificate
     found = compare(whole, pieces)
     told = tuple(str(one) for one in (*certificate["reasons"], *certificate["caveats"]))

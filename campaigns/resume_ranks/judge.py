@@ -72,7 +72,7 @@ def differences(case: Case, whole: Life, lives: Sequence[Life]) -> Iterator[str]
 def _restored(before: Life, after: Life, step: int) -> Iterator[str]:
     """The state is what the life before held at that step, every tensor as a whole, bit for bit."""
     if len(after.began) != after.world or {line["step"] for line in after.began} != {step}:
-        yield f"the ranks went on from steps {[line['step'] for line in after.began]}, and not from {step}"
+        yield f"the ranks resumed from steps {[line['step'] for line in after.began]}, and not from {step}"
         return
     left = before.steps[step][0]["digests"]
     for rank, line in enumerate(after.began):

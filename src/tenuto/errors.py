@@ -15,7 +15,7 @@ TenutoError
 │   ├── StateMismatch (ValueError)          structure, shape or dtype differs between checkpoint and target
 │   └── ShardMismatch (ValueError)          ranks' shards of a leaf overlap, leave a hole, or disagree about what it is
 ├── RepositoryError
-│   ├── NotARepository (FileNotFoundError)  nothing of Tenuto is at this place
+│   ├── NotARepository (FileNotFoundError)  there is no Tenuto repository
 │   ├── FormatTooNew                        written by a newer format than this version reads
 │   ├── RunNotFound (LookupError)           no such run; names those that exist
 │   ├── CheckpointNotFound (LookupError)    no such checkpoint; names the nearest ones
@@ -30,24 +30,24 @@ TenutoError
 │   └── SaveTorn                            a fenced capture was written to while it copied; names the leaf
 ├── ScriptFailed                            a training script that was run did not do what it was run for
 ├── DeadlineExceeded (TimeoutError)         a wait ended without what it waited for; names who is missing
-├── RanksError                              the processes of one job did not come to one answer; names ranks and phase
+├── RanksError                              the processes of one job do not agree; names ranks and phase
 │   ├── RanksMissing (TimeoutError)         ranks stopped, died or did not answer in time
 │   ├── RankFailed                          another rank failed, and said why
 │   ├── RanksDisagree                       ranks differ in what has to be equal; names what, and who says what
-│   └── RankStoreLost (ConnectionError)     the place where the ranks meet does not answer
+│   └── RankStoreLost (ConnectionError)     the store through which the ranks meet does not answer
 └── StoreError (OSError)
     ├── AlreadyExists (FileExistsError)     put_if_absent found an object under the name
     ├── ObjectNotFound (FileNotFoundError)  no object under the name
     ├── StoreFull                           no space, or quota reached
-    ├── StoreDenied (PermissionError)       permission denied, or the place is read-only
+    ├── StoreDenied (PermissionError)       permission denied, or the store is read-only
     ├── StoreUnreliable                     a flush to stable storage failed; the name is abandoned
     └── StoreUnavailable                    a passing fault; the only kind that is retried
 
 Each error says what is concerned (`subject`) and the operator's next command (`hint`), and has the exit status
 that the command line leaves with (`exit_code`).
 
-Beside the tree stands TenutoWarning (UserWarning): code that uses Tenuto in a way that may lose something or make a
-resume inexact. What happens to saves and checkpoints is an event instead (`tenuto.events`).
+Outside the tree is TenutoWarning (UserWarning): code that uses Tenuto in a way that may lose something or make a resume
+inexact. What happens to saves and checkpoints is an event instead (`tenuto.events`).
 """
 
 from __future__ import annotations

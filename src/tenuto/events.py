@@ -314,7 +314,7 @@ def listed(sinks: Iterable[AnySink]) -> tuple[AnySink, ...]:
         if not wrong:
             return found
     raise UsageError(
-        f"sinks={sinks!r} is no list of sinks: each has emit(event), or is a function of one event",
+        f"sinks={sinks!r} is not a list of sinks: each has emit(event), or is a function of one event",
         subject="sinks",
         hint='sinks=[print], or sinks=[tenuto.telemetry.JsonLines("events.jsonl")]',
     )

@@ -54,7 +54,7 @@ UNNAMED = {
     "pip install torch && pip install '.[torch]'",
     "$ python quickstart.py & sleep 5; kill -9 $!",
     "$ tenuto certify checkpoints -- python train.py",
-    "NOT EXACT: step 10, killed, resumed, step 20: not what a run that nobody interrupted does",
+    "NOT EXACT: step 10, killed, resumed, step 20: not what an uninterrupted run does",
     "$ tenuto ls checkpoints",
     "make demo   # trains a small GPT, kills it eight times, and compares: about a minute once it is set up",
 }

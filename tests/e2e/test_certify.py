@@ -125,7 +125,7 @@ def test_a_script_that_cannot_be_certified(outcomes: dict[str, Any], case: str, 
 
 def test_a_script_that_hangs(outcomes: dict[str, Any]) -> None:
     found = outcomes["training.hangs"]
-    assert found["error"] == "DeadlineExceeded" and "told nothing for 1 s, after 0 steps" in found["message"]
+    assert found["error"] == "DeadlineExceeded" and "reported nothing for 1 s, after 0 steps" in found["message"]
 
 
 def test_a_script_that_catches_everything_is_ended_all_the_same(outcomes: dict[str, Any]) -> None:

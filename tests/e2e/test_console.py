@@ -218,10 +218,10 @@ def test_a_log_sink_takes_its_place_and_a_function_is_a_sink(tmp_path: Path) -> 
     resumed = RESUMED.format(2).removeprefix("tenuto: ").strip()
     assert lines.count(resumed) == 1 and "Resumed" in lines and "Committed" in lines
     wrong = said(tmp_path, "train(4, sinks=[3])", status=1).splitlines()
-    assert wrong[-2].startswith("tenuto.errors.UsageError: sinks=[3] is no list of sinks")
+    assert wrong[-2].startswith("tenuto.errors.UsageError: sinks=[3] is not a list of sinks")
     wrong = said(tmp_path, 'train(4, log="loud")', status=1).splitlines()
     assert wrong[-2:] == [
-        "tenuto.errors.UsageError: log='loud' is none of 'default', 'saves', 'silent'",
+        "tenuto.errors.UsageError: log='loud' is not one of 'default', 'saves', 'silent'",
         '  hint: log="silent"',
     ]
 

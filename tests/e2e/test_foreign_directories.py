@@ -90,7 +90,7 @@ def test_a_step_of_another_repository_is_passed_over_and_said(
     code, told = verified(ours, capsys)
     assert code == 12 and "2 checkpoints can be restored" in told and "swapped" not in told
     with said("passed over"):
-        assert train(ours, 0.0, 40) == 40.0, "training goes on from its own"
+        assert train(ours, 0.0, 40) == 40.0, "training starts from its own"
     assert sorted(path.name for path in (ours / STEPS[2]).iterdir()) == sorted(
         path.name for path in (made[1] / STEPS[2]).iterdir()
     ), "retention and the claim leave it alone"

@@ -250,7 +250,7 @@ def test_what_is_whole_is_restored_as_often_as_one_likes(left: Left) -> None:
 
 LIES: dict[str, Callable[[Seal], Seal]] = {
     "a longer image": lambda footer: replace(footer, image=footer.image + (1 << 40)),
-    "an image that is no whole page": lambda footer: replace(footer, image=footer.image - 1),
+    "an image that is not a whole page": lambda footer: replace(footer, image=footer.image - 1),
     "a longer index": lambda footer: replace(footer, index=SealedObject(1 << 50, footer.index.digest)),
     "a longer manifest": lambda footer: replace(footer, manifest=SealedObject((1 << 53) - 1, footer.manifest.digest)),
     "all of the file": lambda footer: replace(footer, manifest=SealedObject(footer.manifest.length + 8192, bytes(16))),

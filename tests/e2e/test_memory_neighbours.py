@@ -186,7 +186,7 @@ def test_neither_of_two_users_sees_or_disturbs_the_others_images(everybodys, cap
         assert command("memory", "clear", "--all", "--yes") == 0
         free_shared_memory()
         life = live(theirs, kill=13)
-        assert (life.killed, life.began) == (True, 10), "a copy of the repository goes on from its store"
+        assert (life.killed, life.began) == (True, 10), "a copy of the repository starts from its store"
         right(life)
         assert [found.footer.uid for found in images() if found.footer is not None] == [ANOTHER_USER] * 2
         assert own.is_dir()
@@ -194,7 +194,7 @@ def test_neither_of_two_users_sees_or_disturbs_the_others_images(everybodys, cap
     assert as_user_or_skip(other) == 0
     told = "".join(capfd.readouterr())
     assert "no images in this node's memory" in told
-    assert "not looked into: what 1 other user may have in memory; ask as that user, or root" in told
+    assert "not shown: what 1 other user may have in memory; ask as that user, or root" in told
     assert "no dead process of yours has left an image in memory" in told
     assert seen() == before
     last = live(ours)
@@ -247,7 +247,7 @@ def test_root_sees_whose_images_there_are_and_changes_none(everybodys, capfd) ->
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
-    left = "for user 65533 to go on from, or to flush"
+    left = "for user 65533 to resume from, or to flush"
     expected = [(ANOTHER_USER, step, "dead", None, left) for step in (4, 5)]
     with mock.patch(
         "tenuto.cli.views.memory_images._reached", side_effect=AssertionError("a stranger's word was followed")
@@ -300,7 +300,7 @@ def test_what_another_user_has_laid_there_misleads_nobody(everybodys, capfd) -> 
     assert as_user(ANOTHER_USER, attack) == 0
     found = shown(capfd, str(ours))
     assert [(user, step) for user, step, *_ in sorted(found)] == [(0, 6), (0, 7), (ANOTHER_USER, 7)]
-    assert [state for user, *_, state in found if user == 0] == ["a restart goes on from it"] * 2
+    assert [state for user, *_, state in found if user == 0] == ["a restart resumes from it"] * 2
     for one in mine:
         (root / "tenuto-0" / one.name).unlink()
     assert command("flush", str(ours)) == 18, "a copy is nothing that root would write"

@@ -133,14 +133,14 @@ def test_a_step_that_raises_on_one_rank_is_told_to_the_others(tmp_path: Path) ->
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
         def step(ckpt: tenuto.Checkpointer, number: int) -> None:
             if rank == 1 and number == 5:
-                raise ZeroDivisionError("the loss is no number")
+                raise ZeroDivisionError("the loss is not a number")
 
         return trained(plan, rank, step, on_error="raise")
 
     found = ended(Plan(tmp_path, 3, 12, timeout_s=30.0), work)
     assert found[1].told["error"] == "ZeroDivisionError"
     for one in (found[0], found[2]):
-        assert one.status != 0 and one.told["ranks"] == [1] and "the loss is no number" in one.told["message"]
+        assert one.status != 0 and one.told["ranks"] == [1] and "the loss is not a number" in one.told["message"]
         assert one.seconds < 25
 
 
@@ -173,7 +173,7 @@ def test_ranks_whose_policies_decide_differently_are_told_the_steps(tmp_path: Pa
     ("more", "words"),
     [
         ({"run": "other"}, "run is"),
-        ({"where": "elsewhere"}, "not one place for all ranks"),
+        ({"where": "elsewhere"}, "not one location for all ranks"),
         ({"writers": "one"}, "writers is"),
         (
             {"on_busy": "skip", "resume_from": None, "save": every(steps=4)},
@@ -207,7 +207,7 @@ def refused_by_place(plan: Plan, other: Path) -> None:
     for one in ended(plan, work):
         assert (one.status, one.told["error"], one.told["ranks"]) == (1, "RanksDisagree", [1]), one
         said = one.told["message"]
-        assert "not one place for all ranks" in said and "give a directory that all ranks share" in said
+        assert "not one location for all ranks" in said and "give a directory that all ranks share" in said
         assert f"rank 1, {other} on {socket.gethostname()}: " in said
 
 

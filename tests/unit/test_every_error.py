@@ -132,7 +132,7 @@ def another_operating_system(place: Path, patch: pytest.MonkeyPatch) -> object:
 # -- the state ---------------------------------------------------------------
 
 
-@case(errors.StateError, "holds what is no plain value", r"opened\['w'\]|tenuto.load")
+@case(errors.StateError, "holds what is not a plain value", r"opened\['w'\]|tenuto.load")
 def a_tensor_as_a_plain_value(place: Path, patch: pytest.MonkeyPatch) -> object:
     tenuto.save(state(), place)
     with tenuto.open(place) as opened:

@@ -248,7 +248,7 @@ class Opened(Mapping[str, Leaf]):
 
     @property
     def bytes(self) -> int:
-        """Bytes of its packs: of all leaves, and a little more."""
+        """Bytes of its data files: of all leaves, and a little more."""
         return self._manifest.bytes
 
     @property
@@ -296,7 +296,7 @@ class Opened(Mapping[str, Leaf]):
         inside = leaves_below(node, path)
         if inside:
             raise StateError(
-                f"{path or 'the state'} holds what is no plain value: {_few(inside)}",
+                f"{path or 'the state'} holds what is not a plain value: {_few(inside)}",
                 subject=path,
                 hint=f"opened[{inside[0]!r}] reads a leaf, tenuto.load(…, include={path!r}) all of it",
             )
@@ -336,14 +336,14 @@ class Opened(Mapping[str, Leaf]):
             if self.ranks > 1 and isinstance(path, str) and path.startswith(PRIVATE):
                 hint = f"name a rank: tenuto.open(…, rank=0), tenuto show … --rank 0; {self.ranks} have saved it"
         elif parts := leaves_below(node, path):
-            message = f"{path!r} is no leaf of {self.id}; below it are {_few(parts)}"
+            message = f"{path!r} is not a leaf of {self.id}; below it are {_few(parts)}"
             hint = f"tenuto.load(…, include={path!r}) restores all of it"
         else:
             message, hint = f"{path!r} of {self.id} is a plain value", f"opened.plain({path!r})"
         return LeafNotFound(message, subject=str(path), hint=hint)
 
     def close(self) -> None:
-        """Closes the packs. Reading afterwards raises UsageError; values that were read stay valid."""
+        """Closes the data files. Reading afterwards raises UsageError; values that were read stay valid."""
         self._finalizer()
 
     def __enter__(self) -> Opened:
@@ -375,8 +375,8 @@ def open(
     """Opens a checkpoint for inspection, without restoring it: `with tenuto.open(where) as opened: …`.
 
     `step` is a number, "latest", a tag, or a whole identity. Reads the manifest and the index, not the leaves. For
-    "latest", checkpoints whose manifest or index is damaged, or whose packs are missing or cut, are skipped as in a
-    restore. Nothing is written or claimed.
+    "latest", checkpoints whose manifest or index is damaged, or whose data files are missing or cut, are skipped as in
+    a restore. Nothing is written or claimed.
 
     A checkpoint that several ranks have saved has every leaf, whichever rank has which part of it. Values that belong
     to one rank are those of `rank`; of a checkpoint of a single rank they are always there.

@@ -83,8 +83,8 @@ def save(
     rank calls it with its own part of the state, and one checkpoint is made of all; `ranks_timeout` is how many seconds
     they wait for one that is missing. A rank that saves by itself there passes `ranks=tenuto.Solo()`. What several
     ranks hold is written by all of them, or as `writers` says (see Checkpointer). `wait_for_owner` is for how many
-    seconds another process that owns the run is waited for; `log` and `sinks` are as in Checkpointer, and nothing is
-    said of a save where all goes well.
+    seconds it waits for another process that owns the run. `log` and `sinks` are as in Checkpointer; a save that goes
+    well prints nothing.
 
     Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live process owns the run
     (UsageError if a Checkpointer of this one trains it), errors of the store, and of several ranks RanksMissing,
@@ -97,7 +97,7 @@ def save(
     check_platform()
     patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise UsageError(f"step={step!r} is no number of completed steps", subject="step", hint="step=500")
+        raise UsageError(f"step={step!r} is not a number of completed steps", subject="step", hint="step=500")
     wait_s = None if wait_for_owner is None else seconds(wait_for_owner, "wait_for_owner=")
     ranks, where, sinks = find_ranks(ranks), redirected(where), listed(sinks)
     emitter = Emitter(sinks, console(log, sinks, rank=ranks.rank, raises=True))
@@ -233,13 +233,13 @@ def load(
     - `rename`: the checkpoint's path to that of `into`: a mapping of prefixes, or a callable.
     - `include`, `exclude`: globs over the paths that `rename` leads to, each standing for what is below it as well, or
       compiled expressions.
-    - `device`: where tensors that are made anew go, and where an `into` that is one module is moved. What exists in an
-      `into` that is a mapping stays where it is: an optimizer's state has to be where its parameters are.
+    - `device`: where new tensors go, and where an `into` that is one module is moved. What exists in an `into` that is
+      a mapping stays where it is: an optimizer's state has to be where its parameters are.
     - `ranks`, `ranks_timeout`: in a job of several processes (torch.distributed is initialised, or `ranks` names them)
       every rank calls it, all get the same checkpoint, each what its own `into` holds of it, and any number of ranks
       may have saved it. `ranks=tenuto.Solo()` reads by itself there.
 
-    - `log`, `sinks`: as in Checkpointer. Nothing is said of a load where all goes well.
+    - `log`, `sinks`: as in Checkpointer. A load that goes well prints nothing.
 
     Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch;
     of several ranks also RanksMissing, RanksDisagree and RankFailed.

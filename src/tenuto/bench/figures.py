@@ -131,7 +131,7 @@ def expectations(found: Figures) -> list[str]:
         f"Each save blocks training for about {seconds(stall)}; the checkpoint is durable {seconds(durable)} after it "
         f"began, and until then training shares processor, memory and disk with it.",
         f"Saves block training for at most a given share of its time if they are taken {often} (no more often than a "
-        f"save takes; what training loses beside them while one is written depends on the training and is not in it).",
+        f"save takes; what training loses while a save is written depends on the training and is not included).",
         f"A save that is waited for takes {seconds(_of(found, SYNC))}; {first}.",
         f"A restore takes about {seconds(cold)} {'from a cold disk' if found.cold else 'as measured'}, "
         f"{seconds(hot)} if the page cache still holds it, every byte verified.",
@@ -167,8 +167,8 @@ def _of_place(found: Figures) -> list[str]:
         )
     if not found.cold and not found.file_system.volatile:
         out.append(
-            "The page cache did not give the files up, or nobody can tell: what is called cold may have been read "
-            "from memory."
+            "The page cache did not drop the files, or this system does not say: what is called cold may have "
+            "been read from memory."
         )
     if found.arena == "anonymous":
         out.append(
@@ -190,8 +190,8 @@ def _of_speed(found: Figures) -> list[str]:
     reached = best / _of(found, SYNC)
     if reached < SLOW_SHARE:
         out.append(
-            f"A save that is waited for reaches {reached:.0%} of the raw speed of this place: with a state this small "
-            "flushes and processor count for more than the disk does, or the machine is busy."
+            f"A save that is waited for reaches {reached:.0%} of the raw speed of this file system: with a state this "
+            "small flushes and processor count for more than the disk does, or the machine is busy."
         )
     if found.spread > BUSY:
         out.append(

@@ -78,7 +78,7 @@ class _Measuring:
         path = self.place / "raw"
         for number in range(FLUSHES):
             self._note(figures.FLUSH, raw.flush_small_file(self.place / f"small-{number}"))
-        self.on_activity("finding the piece size with which the place is fastest")
+        self.on_activity("finding the fastest piece size")
         piece = raw.fastest_piece("write", path, data, tries=2) if self.direct else 16 * raw.MIB
         for number_of_round in range(self.rounds):
             self.on_activity(f"writing and reading without Tenuto, round {number_of_round + 1} of {self.rounds}")

@@ -41,11 +41,11 @@ def check_place(where: str, nbytes: int) -> Path:
     cannot.
     """
     if "://" in where and not where.startswith("file://"):
-        raise UsageError(f"{where} is no directory of this machine", subject=where, hint="tenuto bench /a/directory")
+        raise UsageError(f"{where} is not a directory of this machine", subject=where, hint="tenuto bench /a/directory")
     path = Path(os.path.realpath(os.path.expanduser(where.removeprefix("file://"))))
     if not path.is_dir():
         raise UsageError(
-            f"{where} is no directory", subject=where, hint=typed("mkdir", "-p", where.removeprefix("file://"))
+            f"{where} is not a directory", subject=where, hint=typed("mkdir", "-p", where.removeprefix("file://"))
         )
     room = os.statvfs(path)
     free, needed = room.f_bavail * room.f_frsize, SPACE * nbytes + SPARE

@@ -173,7 +173,7 @@ def cached_share(path: Path) -> float:
     try:
         system = ctypes.CDLL(None, use_errno=True)
         if system.syscall(CACHESTAT, descriptor, extent, found, 0) != 0:
-            raise OSError(ctypes.get_errno(), "cachestat is not there: whether a read is cold cannot be told")
+            raise OSError(ctypes.get_errno(), "cachestat is not available: whether a read is cold is unknown")
     finally:
         os.close(descriptor)
     return float(found[0]) / max(pages, 1)

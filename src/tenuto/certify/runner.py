@@ -227,7 +227,7 @@ class Script:
                 return
             if waited > self.patience_s:
                 raise DeadlineExceeded(
-                    f"the script ({self.name}) told nothing for {self.patience_s:g} s, after {self._so_far()}"
+                    f"the script ({self.name}) reported nothing for {self.patience_s:g} s, after {self._so_far()}"
                     + self._tail(),
                     subject=self.name,
                     hint="--patience SECONDS waits longer for a step; a script that asks on a terminal cannot be run",
@@ -243,7 +243,7 @@ class Script:
             )
         if self.done and self.order.save_at is not None and self.saved is None:
             raise ScriptFailed(
-                f"the script ({self.name}) counts its steps in leaps: none lay between {self.order.save_at} and "
+                f"the script ({self.name}) skips steps: it completed none between {self.order.save_at} and "
                 f"{self.order.last}, so there was nothing to resume",
                 subject=self.name,
                 hint="a larger --more leaves room for a step in between",

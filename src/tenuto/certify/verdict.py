@@ -221,7 +221,7 @@ def of_training(difference: Difference, trail: Trail, unseeded: tuple[str, ...])
         return Cause(
             "unseeded start",
             "two runs began with different values, and with the global generators in the same state: what differs was "
-            "made before seeding, or from a generator of its own that nobody has seeded",
+            "made before seeding, or from a generator of its own that is not seeded",
             (SEED,),
         )
     if difference.of("data"):
@@ -234,7 +234,7 @@ def of_training(difference: Difference, trail: Trail, unseeded: tuple[str, ...])
         return Cause(
             "unseeded data",
             "the same place in the data gave other contents, with every generator that Tenuto knows in the same "
-            "state: the data was made before seeding, or comes from a generator of its own that nobody has seeded, or "
+            "state: the data was made before seeding, or comes from a generator of its own that is not seeded, or "
             "from a clock",
             ("draw from the global generators, or seed that generator", "loader workers have generators of their own"),
         )
@@ -248,7 +248,7 @@ def of_training(difference: Difference, trail: Trail, unseeded: tuple[str, ...])
     return Cause(
         "nondeterministic step",
         "the same data and the same generators gave another result: a kernel that adds in changing order, a generator "
-        "of the step's own that nobody has seeded, a clock, or the order of a set of strings" + _batches_unseen(trail),
+        "of the step's own that is not seeded, a clock, or the order of a set of strings" + _batches_unseen(trail),
         _deterministic(trail),
     )
 
@@ -323,7 +323,7 @@ def _of_uncounted(difference: Difference, resumed: Trail) -> Cause:
     return Cause(
         "no data",
         f"no data= was given, and the script iterates {', '.join(resumed.uncounted)}: nothing counts its batches, so "
-        "the resumed run began it anew",
+        "the resumed run began it again",
         (
             "pass the loader, Checkpointer(..., data=loader), and take its batches from ckpt.batches",
             *resumed.uncovered,
@@ -337,7 +337,7 @@ def _of_hidden(difference: Difference, resumed: Trail) -> Cause:
         return Cause(
             "learning rate",
             f"only the learning rate differs ({paths[0]}): what sets it, a scheduler or a count of steps of your own, "
-            "began anew",
+            "began again",
             ("put the scheduler into `state`", *resumed.uncovered),
         )
     return Cause(
@@ -443,7 +443,7 @@ def judge(trails: Trails) -> ExactnessVerdict:
     """Returns the verdict; `repeated` is required if the trails differ."""
     if not differs(trails):
         return ExactnessVerdict("exact", unseeded=tuple(sorted(unseeded(trails.uninterrupted, trails.interrupted))))
-    assert trails.repeated is not None, "what does not repeat itself cannot be told from a faulty resume without it"
+    assert trails.repeated is not None, "without it, a training that does not repeat itself looks like a faulty resume"
     by_itself = _between_fresh_runs(trails.uninterrupted, trails.repeated)
     if by_itself is not None:
         guilty = _suspect_generators(trails.uninterrupted, trails.repeated, by_itself)

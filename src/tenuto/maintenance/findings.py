@@ -114,7 +114,7 @@ def _save(
     elif save.state == "closed" and any(True for _ in save.own()):
         yield Finding(save.id, "info", f"an aborted save whose objects are still there ({nbytes} bytes)", object=place)
     elif save.state == "removed":
-        then = "what it held has been freed" if save.freed else f"`undelete` can bring it back ({nbytes} bytes)"
+        then = "its data has been freed" if save.freed else f"`undelete` can bring it back ({nbytes} bytes)"
         yield Finding(save.id, "info", f"removed; {then}", object=place)
     if save.begin is not None and (attempt is None or not attempt.claimed):
         name = object_names.attempt_name(save.id.run, save.id.attempt)
@@ -241,7 +241,7 @@ def attempt_findings(
         else:
             yield _error(name, error.message)
     if record is not None and record.parent is not None:
-        lost.named[record.parent] = f"attempt {found.number} of run {found.run} goes on from it"
+        lost.named[record.parent] = f"attempt {found.number} of run {found.run} starts from it"
     for entry in found.leases:
         yield from _lease(repo, found, entry, record, lost)
 

@@ -282,7 +282,7 @@ def _open(repo: Repo, slot: LastingSlot, footer: Seal) -> Image:
     with slot.descriptor() as descriptor:
         image = open_image(descriptor, slot.name, chunk_bytes=repo.chunk_bytes)
     if image is None or image.footer != footer:
-        raise CorruptionError(f"{slot.name} is no longer what it was", subject=slot.name, hint="tenuto ls --memory")
+        raise CorruptionError(f"{slot.name} has changed", subject=slot.name, hint="tenuto ls --memory")
     return image
 
 

@@ -349,7 +349,7 @@ def _reached(repo: Repo, save: SaveDirectory, named: Collection[CheckpointId], f
     if save.state == "committed":
         return "it has a manifest"
     if save.state in ("copied", "foreign", "damaged"):
-        return save.message or "it was not written by Tenuto for this place"
+        return save.message or "it was not written by Tenuto for this location"
     if save.id in named:
         return "a ref names it"
     if save.state == "closed":

@@ -242,7 +242,7 @@ def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
         found.packs.append({number: _pack_copies(repo, found, index, number) for number in range(len(index.packs))})
     if found.unseen:
         unseen, first = len(found.unseen), found.unseen[0]
-        message = f"{count(unseen, 'pack')} not looked at; the first {describe_missing_pack(repo.store)}"
+        message = f"{count(unseen, 'data file')} not looked at; the first {describe_missing_pack(repo.store)}"
         found.findings.append(Finding(found.id, "info", message, object=first, harms_restore=False, unseen=unseen))
     if len(found.indexes) == len(manifest.indexes):
         _check_totals(found, manifest, boxes)
@@ -414,7 +414,7 @@ def _disagreements(header: Header, index: Index, number: int) -> Iterator[tuple[
         code = dtype(spec.dtype).code or "U8"
         stop = start + int(index.length[row])
         if entry is None or (entry.start, entry.stop, entry.code) != (start, stop, code):
-            yield spec.path, "the pack's header and the index do not agree on this leaf"
+            yield spec.path, "the data file's header and the index do not agree on this leaf"
     if len(header) != len(rows):
         yield None, f"its header names {len(header)} leaves, the index {len(rows)}"
 

@@ -65,7 +65,7 @@ def _run(repo: Repo, run: str, id: CheckpointId, finished: Finished) -> Iterator
     what = "what `latest` means in" if id == first else "the newest not known to be damaged in"
     if is_finished(repo, run, finished):
         yield Dependent(
-            f"it is {what} run {run!r}", f"--force removes it; run {run!r} then goes on from an older one", True
+            f"it is {what} run {run!r}", f"--force removes it; run {run!r} then resumes from an older one", True
         )
     else:
         yield Dependent(f"it is {what} run {run!r}, which a process is training now", "stop that process first")

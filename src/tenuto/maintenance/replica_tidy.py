@@ -22,7 +22,7 @@ from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store, final_name, is_leftover
 
-SET_BACK: Final = "it is left alone. Was the home set back?"
+SET_BACK: Final = "it is left alone. Was the primary restored from a backup?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[Checkpoin
                 if _is_known(places.home, id, repo.id):
                     continue
                 if _is_ahead(places, place, id, repo.id):
-                    ahead.append((id, f"{place.url} has it, and the home does not know it: {SET_BACK}"))
+                    ahead.append((id, f"{place.url} has it, and the primary does not know it: {SET_BACK}"))
                 else:
                     packs = [entry.length for entry in place.walk(id.directory) if object_names.is_pack(entry.name)]
                     gone.append(ForgottenSave(place.url, id, sum(packs)))

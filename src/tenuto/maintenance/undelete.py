@@ -62,7 +62,7 @@ def plan_undelete(repo: Repo, id: CheckpointId, *, grace_s: float = GRACE_S) -> 
     if left is not None and left <= 0:
         raise RepositoryError(
             f"{id} cannot be brought back any more: it was removed more than {seconds(grace_s)} ago, and gc may delete "
-            "its packs at any time",
+            "its data files at any time",
             subject=str(id),
             hint=f"where gc is run with a longer grace: {typed('tenuto', 'undelete', repo.url, id)} --grace HOURS",
         )
@@ -112,7 +112,7 @@ def _check(repo: Repo, id: CheckpointId, data: bytes, *, every_byte: bool) -> in
     not found."""
     manifest = decode_manifest(data, id, repo.id)
     if isinstance(manifest, Aborted):
-        raise CorruptionError(f"what lies in the trash for {id} is no manifest", subject=str(id))
+        raise CorruptionError(f"what lies in the trash for {id} is not a manifest", subject=str(id))
     found = inspect(repo, id, manifest)
     if every_byte:
         scan(found, on_bytes=lambda nbytes: None, threads=2)

@@ -111,7 +111,7 @@ def untag_number(value: Json) -> float:
             found = struct.unpack(">d", bytes.fromhex(text[4:]))[0]
             if math.isnan(found):
                 return float(found)
-    raise CorruptionError(f"{str(value)[:80]!r} is no number")
+    raise CorruptionError(f"{str(value)[:80]!r} is not a number")
 
 
 def seal(obj: dict[str, Json | Spelled]) -> bytes:
@@ -139,7 +139,7 @@ def open_seal(data: bytes, *, name: str) -> dict[str, Json]:
     except CorruptionError as error:
         raise CorruptionError(f"{name}: {error.message}", subject=name) from None
     if not isinstance(found, dict):
-        raise CorruptionError(f"{name} is no JSON object", subject=name)
+        raise CorruptionError(f"{name} is not a JSON object", subject=name)
     return found
 
 
@@ -155,7 +155,7 @@ def unseal(data: bytes, *, name: str) -> dict[str, Json]:
     found = open_seal(data, name=name)
     if found.get("path") != name:
         raise CorruptionError(
-            f"{name} is a copy of {str(found.get('path'))[:300]!r}, not an object of this place", subject=name
+            f"{name} is a copy of {str(found.get('path'))[:300]!r}, not an object of this location", subject=name
         )
     return found
 
@@ -177,13 +177,13 @@ def _check(value: Json, levels: int) -> None:
             elif kind is dict:
                 for key in item:
                     if type(key) is not str:
-                        raise Unserialisable(f"the key {key!r} is no string")
+                        raise Unserialisable(f"the key {key!r} is not a string")
                 below.extend(item.values())
             elif kind is float:
                 if not math.isfinite(item):
                     raise Unserialisable(f"{item} has to be tagged")
             else:
-                raise Unserialisable(f"a {kind.__module__}.{kind.__qualname__} is no JSON value")
+                raise Unserialisable(f"a {kind.__module__}.{kind.__qualname__} is not a JSON value")
         if not below:
             return
         level = below
@@ -240,7 +240,7 @@ def _object(pairs: Sequence[tuple[str, Json]]) -> dict[str, Json]:
 
 def _integer(text: str) -> int:
     if len(text) > 17 or not -MAX_INTEGER <= (number := int(text)) <= MAX_INTEGER or text == "-0":
-        raise CorruptionError("not canonical JSON: an integer beyond 2^53, or minus nought")
+        raise CorruptionError("not canonical JSON: an integer beyond 2^53, or minus zero")
     return number
 
 

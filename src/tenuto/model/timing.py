@@ -55,7 +55,7 @@ class Timing:
     seal_s: float = 0.0
     """Sealing the image in memory, where states are kept there; excludes digests and waiting for the capture."""
     write_s: float = 0.0
-    """Writing and flushing the packs until they are durable; excludes digests and waiting for the capture."""
+    """Writing and flushing the data files until they are durable; excludes digests and waiting for the capture."""
     index_s: float = 0.0
     """Writing the index until it is durable."""
     commit_s: float = 0.0
@@ -67,7 +67,7 @@ class Timing:
     seconds: float = 0.0
     """From the start of writing to the durable manifest."""
     bytes: int = 0
-    """Bytes of the packs."""
+    """Bytes of the data files."""
 
     @property
     def held_s(self) -> float:
@@ -76,7 +76,7 @@ class Timing:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes of the packs per second of `write_s`."""
+        """Bytes of the data files per second of `write_s`."""
         return self.bytes / self.write_s if self.write_s > 0 and self.bytes else None
 
     def to_json(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=, hours=)`, `keep.all()`.
 
 Whatever the policy decides, retention (I7) never removes the checkpoint that `latest` means, the last verified one on
-the walk of I4, or one that is pinned, tagged, held, being copied or needed by something else.
+the walk of I4, or one that is pinned, tagged, on hold, being copied or needed by something else.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class KeepPolicy(ABC):
             raise UsageError("the history names a checkpoint twice")
         newest_first = sorted(history, key=lambda facts: facts.age_key, reverse=True)
         opinions = self.judge(newest_first)
-        assert len(opinions) == len(newest_first), f"{self!r} did not judge every checkpoint"
+        assert len(opinions) == len(newest_first), f"{self!r} did not decide on every checkpoint"
         protected = protections(newest_first)
         verdicts = {}
         for facts, opinion in zip(newest_first, opinions, strict=True):
@@ -270,9 +270,9 @@ def latest(n: int) -> KeepPolicy:
 def best(n: int, metric: str, mode: Literal["min", "max"] = "min") -> KeepPolicy:
     """Keeps the `n` checkpoints with the lowest `metric` (highest with `mode="max"`); ties go to the newer one.
 
-    NaN is never best. A checkpoint without the metric is judged only once a newer one has it; until then it is kept,
-    because its metric may still be noted. A damaged checkpoint does not count. After a rollback, both the best of the
-    whole run and the best of the current line are kept.
+    NaN is never best. A checkpoint without the metric stays until a newer one has it, because its metric may still be
+    noted. A damaged checkpoint does not count. After a rollback, both the best of the whole run and the best of the
+    current line are kept.
     """
     name = metric_name(metric, 'keep.best(3, "val_loss")')
     return Best(whole_number(n, f"keep.best({{}}, {name!r})"), name, min_or_max(mode, name))
@@ -287,9 +287,9 @@ def every(*, steps: int | None = None, hours: float | None = None) -> KeepPolicy
         saving machine's clock.
 
     "First" means first saved. A clock that runs backward only puts a checkpoint into a span that already has its
-    milestone; a clock that ran ahead makes a milestone of its own. A checkpoint without a save time is no milestone of
-    hours. A checkpoint known to be damaged does not count, and stays where it would be the milestone. After a rollback
-    the current line of training has precedence; an abandoned milestone stays until that line has reached its place.
+    milestone; a clock that ran ahead makes a milestone of its own. A checkpoint without a save time is not a milestone
+    of hours. A checkpoint known to be damaged does not count, and stays where it would be the milestone. After a
+    rollback the current line of training has precedence; an abandoned milestone stays until that line has reached it.
     """
     parts: list[KeepPolicy] = []
     if steps is not None:
@@ -397,7 +397,7 @@ class Best(KeepPolicy):
         reason = f"{'damaged, but ' if facts.suspect else ''}{self._words()} ({self._value(facts):g})"
         if facts.walk is None:
             return f"{reason}, {LEFT_BEHIND}"
-        return reason if facts in of_run else f"{reason} of the line of training that goes on"
+        return reason if facts in of_run else f"{reason} of the current line of training"
 
     def _lost(self, facts: CheckpointFacts, of_run: Sequence[CheckpointFacts]) -> str:
         if self.metric not in facts.metrics:

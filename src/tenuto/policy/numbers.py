@@ -14,11 +14,11 @@ def whole_number(value: object, call: str) -> int:
     """Returns `value` as a positive int. `call` shows how the user wrote it, with {} in place of the value."""
     hint = f"give a whole number of at least 1, such as {call.format(3)}"
     if isinstance(value, bool):
-        raise UsageError(f"{call.format(repr(value))} is no count", hint=hint)
+        raise UsageError(f"{call.format(repr(value))} is not a count", hint=hint)
     try:
         number = operator.index(cast("SupportsIndex", value))
     except TypeError:
-        raise UsageError(f"{call.format(repr(value))} is no whole number", hint=hint) from None
+        raise UsageError(f"{call.format(repr(value))} is not a whole number", hint=hint) from None
     if number < 1:
         raise UsageError(f"{call.format(repr(value))} would never be reached", hint=hint)
     return number
@@ -28,13 +28,13 @@ def duration(value: object, call: str) -> float:
     """Returns `value` as a positive, finite number of any unit."""
     hint = f"give a number above zero, such as {call.format(10)}"
     if isinstance(value, (bool, str, bytes)):
-        raise UsageError(f"{call.format(repr(value))} is no duration", hint=hint)
+        raise UsageError(f"{call.format(repr(value))} is not a duration", hint=hint)
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"{call.format(repr(value))} is no duration", hint=hint) from None
+        raise UsageError(f"{call.format(repr(value))} is not a duration", hint=hint) from None
     if not math.isfinite(number) or number <= 0:
-        raise UsageError(f"{call.format(repr(value))} is no duration that can pass", hint=hint)
+        raise UsageError(f"{call.format(repr(value))} is not a duration that can pass", hint=hint)
     return number
 
 
@@ -66,13 +66,13 @@ def margin(value: object, call: str, *, least: Literal["zero", "above zero"]) ->
     if isinstance(value, str) and value.strip().endswith("%"):
         number, relative = value.strip()[:-1], True
     if isinstance(value, (bool, bytes)) or (isinstance(value, str) and not relative):
-        raise UsageError(f"{call.format(repr(value))} is no margin", hint=hint)
+        raise UsageError(f"{call.format(repr(value))} is not a margin", hint=hint)
     try:
         amount = float(number) / (100 if relative else 1)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"{call.format(repr(value))} is no margin", hint=hint) from None
+        raise UsageError(f"{call.format(repr(value))} is not a margin", hint=hint) from None
     if not math.isfinite(amount) or amount < 0 or (least == "above zero" and amount == 0):
-        raise UsageError(f"{call.format(repr(value))} is no margin that a metric can pass", hint=hint)
+        raise UsageError(f"{call.format(repr(value))} is not a margin that a metric can pass", hint=hint)
     return Margin(amount, relative)
 
 

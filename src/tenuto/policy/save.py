@@ -247,7 +247,7 @@ class EveryStall(SavePolicy):
         if history.waits:
             return None
         if not history.stalls_s:
-            return f"the first save tells what a save costs (every stall={self._text})"
+            return f"the first save shows what a save costs (every stall={self._text})"
         expected = max(history.stalls_s)
         since = now.now_s - (history.started_s if history.last_saved_s is None else history.last_saved_s)
         in_all = now.now_s - history.started_s
@@ -272,13 +272,13 @@ def stall_share(value: object) -> float:
     if isinstance(value, str) and value.strip().endswith("%"):
         number, percent = value.strip()[:-1], True
     if isinstance(value, bool | bytes) or (isinstance(value, str) and not percent):
-        raise UsageError(f"every(stall={value!r}) is no share", hint=hint)
+        raise UsageError(f"every(stall={value!r}) is not a share", hint=hint)
     try:
         share = float(number) / (100 if percent else 1)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"every(stall={value!r}) is no share", hint=hint) from None
+        raise UsageError(f"every(stall={value!r}) is not a share", hint=hint) from None
     if not 0 < share <= MAX_SHARE:
-        raise UsageError(f"every(stall={value!r}) is no share that a training can keep", hint=hint)
+        raise UsageError(f"every(stall={value!r}) is not a share that a training can keep", hint=hint)
     return share
 
 

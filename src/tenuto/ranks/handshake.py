@@ -368,7 +368,7 @@ class CoordinatorHandshake(Handshake):
         hello = self._hellos.get(rank)
         if hello is None:
             return f"rank {rank}, which has not come"
-        return f"rank {rank} ({hello.who}), which said hello and then nothing"
+        return f"rank {rank} ({hello.who}), which connected and then sent nothing"
 
     def _read_hellos(self, timeout: float) -> None:
         ranks = range(self.hello.world_size)

@@ -126,7 +126,7 @@ class Round:
                 f"{self.phase}: while rank {session.rank} was stopped, or {session.kv_store.name} did not answer, "
                 f"{session.watch.describe(ranks)} gave up",
                 subject=self.phase,
-                hint=f"look what stopped rank {session.rank} or the place where the ranks meet",
+                hint=f"find out what stopped rank {session.rank} or the place where the ranks meet",
                 ranks=tuple(ranks),
                 phase=self.phase,
             )

@@ -293,7 +293,7 @@ def _origin(repo: Repo, run: str, number: int, warn: Report, *, unclaimed: bool)
         trouble = error.message
     parent = _origin_from_saves(repo, run, number)
     if parent is None:
-        warn(f"{trouble}; what it was restored from is not known, the walk goes on with the next lower attempt")
+        warn(f"{trouble}; what it was restored from is not known, the walk continues with the next lower attempt")
         return _Origin(None, known=False)
     warn(f"{trouble}; its parent was taken from its other objects")
     return parent

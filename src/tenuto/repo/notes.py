@@ -21,7 +21,7 @@ def add_note(repo: Repo, id: CheckpointId, kind: str, body: Mapping[str, Json]) 
     Raises CheckpointNotFound; UsageError for an unknown kind; Unserialisable for a body that JSON cannot hold.
     """
     if kind not in KINDS:
-        raise UsageError(f"{kind!r} is no kind of note; there are {', '.join(sorted(KINDS))}", subject=kind)
+        raise UsageError(f"{kind!r} is not a kind of note; there are {', '.join(sorted(KINDS))}", subject=kind)
     if not repo.exists(id):
         raise CheckpointNotFound(f"no checkpoint {id} at {repo.url} to add a note to", subject=str(id))
     content: dict[str, Json] = {"body": dict(body), "created": now_text(), "note": kind}

@@ -173,7 +173,7 @@ class Repo:
             raise RepositoryError(
                 f"{store.url} cannot hold checkpoints: it lets a second writer replace an object that exists",
                 subject=store.url,
-                hint="choose a place on a local file system, or one with hard links",
+                hint="choose a directory on a local file system, or one with hard links",
             )
         made = Identity(secrets.token_hex(16), chunk_bytes, now_text(), __version__)
         try:

@@ -68,7 +68,7 @@ def region(shape: tuple[int, ...], key: Any, path: str) -> Region:
             try:
                 start, stop, step = one.indices(length)
             except (TypeError, ValueError) as error:
-                raise BadIndex(f"{path}: {one} is no slice of whole numbers: {error}", subject=path) from None
+                raise BadIndex(f"{path}: {one} is not a slice of whole numbers: {error}", subject=path) from None
             chosen = range(start, stop, step)
             count = len(chosen)
             low = min(chosen[0], chosen[-1]) if count else 0
@@ -97,7 +97,7 @@ def _expanded(shape: tuple[int, ...], keys: tuple[Any, ...], path: str) -> tuple
     for one in keys:
         if not isinstance(one, slice) and one is not Ellipsis and (isinstance(one, bool) or not _is_integer(one)):
             raise BadIndex(
-                f"{path}: {type(one).__name__} is no index of a leaf that has not been read",
+                f"{path}: {type(one).__name__} is not an index of a leaf that has not been read",
                 subject=path,
                 hint="use whole numbers, slices and ...; read the leaf with [...] and index what comes back",
             )

@@ -282,7 +282,7 @@ class _Options:
         """Raises UsageError for inconsistent arguments."""
         strategy, layer, size = self.strategy, self.layer, self.size
         if strategy not in get_args(Strategy):
-            raise UsageError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}", subject=strategy)
+            raise UsageError(f"strategy {strategy!r} is not one of {', '.join(get_args(Strategy))}", subject=strategy)
         if (strategy == "layer") != (layer is not None) or (layer is not None and len(layer) != holdings.leaves):
             raise UsageError('strategy "layer", and no other, needs layer=, a number for each leaf')
         if (strategy == "size") != (size is not None) or (size is not None and size < 1):

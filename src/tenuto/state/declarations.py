@@ -70,7 +70,7 @@ def at_offsets(local: Sequence[int], whole: Sequence[int], offsets: Sequence[int
     local, whole, offsets = tuple(local), tuple(whole), tuple(offsets)
     more = len(whole) - len(local)
     if more < 0:
-        raise UsageError(f"a tensor of shape {list(local)} is no part of one of shape {list(whole)}", hint="whole=")
+        raise UsageError(f"a tensor of shape {list(local)} is not a part of one of shape {list(whole)}", hint="whole=")
     layout = checked(ShardLayout(whole, local, (BoxPart((), offsets, (1,) * more + local),)))
     return layout if prod(local) else empty_layout(whole, local)
 
@@ -98,12 +98,12 @@ def fused_along(local: Sequence[int], sizes: Sequence[int] | None, dim: int, ran
     each. Without `sizes` there is one parameter."""
     local = tuple(local)
     if not -len(local) <= dim < len(local) or not 0 <= rank < of:
-        raise UsageError(f"rank {rank} of {of} along dimension {dim} of a tensor of shape {list(local)} is none")
+        raise UsageError(f"a tensor of shape {list(local)} has no rank {rank} of {of} along dimension {dim}")
     dim %= len(local)
     sizes = (local[dim] * of,) if sizes is None else tuple(sizes)
     if any(size % of for size in sizes) or sum(sizes) != local[dim] * of:
         raise UsageError(
-            f"sizes {list(sizes)} over {of} ranks are no tensor of shape {list(local)} along dimension {dim}",
+            f"sizes {list(sizes)} over {of} ranks do not make a tensor of shape {list(local)} along dimension {dim}",
             hint="sizes= are those of the whole parameters, and each is cut into equal parts; else shard(…, boxes=)",
         )
     whole = (*local[:dim], sum(sizes), *local[dim + 1 :])
@@ -353,5 +353,5 @@ def attached(tensor: Any) -> ShardLayout | None:
 def _shape(tensor: Any) -> tuple[int, ...]:
     shape = getattr(tensor, "shape", None)
     if shape is None:
-        raise UsageError(f"a {type(tensor).__name__} is no tensor", hint="declare a tensor of torch or an array")
+        raise UsageError(f"a {type(tensor).__name__} is not a tensor", hint="declare a tensor of torch or an array")
     return tuple(int(length) for length in shape)

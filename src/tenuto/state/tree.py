@@ -77,7 +77,7 @@ def sequence(node: Json) -> list[Json]:
 
 def name_of(key: Any) -> str:
     if type(key) is not str:
-        raise CorruptionError("a name in the tree is no string")
+        raise CorruptionError("a name in the tree is not a string")
     return key
 
 
@@ -303,7 +303,7 @@ def leaf_paths(tree: Json) -> list[str]:
             continue
         number = node.get("n")
         if type(number) is not int or number in found:
-            raise CorruptionError(f"{where}: leaf number {number!r} is no number or named twice", subject=where)
+            raise CorruptionError(f"{where}: leaf number {number!r} is not a number, or is named twice", subject=where)
         found[number] = where
     for where, node in aliases:
         number_of(node, len(found), where)

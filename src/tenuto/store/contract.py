@@ -214,11 +214,11 @@ def check_name(name: str) -> str:
     if not isinstance(name, str) or not name:
         raise StoreError(f"{name!r} cannot name an object", subject=str(name))
     if len(name) > _LONGEST or "\0" in name or any(segment in ("", ".", "..") for segment in name.split("/")):
-        raise StoreError(f"{name[:200]!r} cannot name an object: it is no relative path", subject=name[:200])
+        raise StoreError(f"{name[:200]!r} cannot name an object: it is not a relative path", subject=name[:200])
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise StoreError(f"{name!r} cannot name an object: it is no valid text", subject=repr(name)) from None
+        raise StoreError(f"{name!r} cannot name an object: it is not valid text", subject=repr(name)) from None
     return name
 
 

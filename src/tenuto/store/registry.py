@@ -37,7 +37,7 @@ def open_store(where: Where) -> Store:
     text = os.fspath(where)
     if not isinstance(text, str) or not text or "\0" in text:
         raise UsageError(
-            f"{where!r} is no place for checkpoints: give a directory or a URL",
+            f"{where!r} is not a location for checkpoints: give a directory or a URL",
             subject=repr(where),
             hint="write /the/path, file:///the/path or memory://NAME",
         )
@@ -133,7 +133,7 @@ def certify_order(environment: Mapping[str, str] | None = None) -> dict[str, Any
         found: dict[str, Any] = json.loads(text)
         if isinstance(found["where"], str) and isinstance(found["scratch"], str):
             return found
-        raise ValueError("where and scratch are no paths")
+        raise ValueError("where and scratch are not paths")
     except (ValueError, TypeError, KeyError) as error:
         raise broken_order(error) from None
 

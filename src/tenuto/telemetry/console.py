@@ -68,7 +68,7 @@ def console(log: str | None, sinks: Iterable[events.AnySink], *, rank: int = 0, 
     known = get_args(Log)
     if value not in known:
         raise UsageError(
-            f"{name}={value!r} is none of {', '.join(map(repr, known))}", subject=name, hint=f'{name}="silent"'
+            f"{name}={value!r} is not one of {', '.join(map(repr, known))}", subject=name, hint=f'{name}="silent"'
         )
     if value == "silent" or any(getattr(sink, "replaces_console", False) for sink in sinks):
         return None

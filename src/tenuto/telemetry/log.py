@@ -31,7 +31,7 @@ _LEVELS: dict[type[events.Event], int] = {
 
 class LogSink:
     """Logs one short line for each event that matters to a person: failures at ERROR, what is routine at DEBUG, most
-    others at INFO. Among `sinks` it takes the place of the console."""
+    others at INFO. Among `sinks` it replaces the console."""
 
     replaces_console: Final = True
 

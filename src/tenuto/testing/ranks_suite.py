@@ -30,7 +30,7 @@ KVStores = tuple[KVStore, KVStore]
 class Base:
     @pytest.fixture
     def kv_stores(self) -> KVStores:
-        raise NotImplementedError("give the kv_stores of two ranks, which reach the same empty place")
+        raise NotImplementedError("give the kv_stores of two ranks, which reach the same empty store")
 
 
 VALUES = [b"\x00", b"plain", bytes(range(256)), b"\xff" * 4096, b"line\nline\x00", b"x" * (3 << 20)]

@@ -206,7 +206,7 @@ def _resume_from(value: object) -> ResumeFrom:
 def _memory_budget(value: object) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
         raise UsageError(
-            f"memory_budget={value!r} is no number of bytes", subject="memory_budget", hint="memory_budget=8 * 2**30"
+            f"memory_budget={value!r} is not a number of bytes", subject="memory_budget", hint="memory_budget=8 * 2**30"
         )
     return value
 
@@ -223,13 +223,13 @@ def _memory_policy(memory: object) -> SavePolicy | None:
         )
     if memory.metrics():
         raise UsageError(
-            f"memory={memory!r} goes by a metric; what is kept in memory is the newest state, not the best",
+            f"memory={memory!r} depends on a metric; what is kept in memory is the newest state, not the best",
             subject="memory",
             hint="memory=every(steps=1), and save=... | on.improve(...) for the store",
         )
     if any(isinstance(part, EveryStall) for part in parts_of(memory)):
         raise UsageError(
-            f"memory={memory!r} goes by what saves to the store cost, which tells nothing of a state in memory",
+            f"memory={memory!r} depends on what saves to the store cost, which says nothing about a state in memory",
             subject="memory",
             hint="memory=every(steps=10) or every(minutes=1), and save=every(stall=...) for the store",
         )
@@ -241,7 +241,7 @@ def strategy(writers: object) -> Strategy:
     known = get_args(Strategy)
     if writers not in known:
         raise UsageError(
-            f"writers={writers!r} is none of {', '.join(map(repr, known))}",
+            f"writers={writers!r} is not one of {', '.join(map(repr, known))}",
             subject="writers",
             hint='writers="balanced"',
         )
@@ -296,9 +296,9 @@ class ArgumentAliases:
             return save, kept
         self._check_types()
         if kept is not None:
-            raise self._conflict(f"keep={kept!r} says already what to keep")
+            raise self._conflict(f"keep={kept!r} already says what to keep")
         if self.mode is not None and self.monitor is None:
-            raise self._conflict("mode says nothing without monitor")
+            raise self._conflict("mode has no effect without monitor")
         if self.max_to_keep is not None:
             if len(self.given) > 1:
                 raise self._conflict("max_to_keep counts the newest, and does not mix with the others")
@@ -331,7 +331,7 @@ class ArgumentAliases:
         top = self.save_top_k
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < -1):
             raise UsageError(
-                f"save_top_k={top!r} is no whole number of at least -1", subject="save_top_k", hint="save_top_k=3"
+                f"save_top_k={top!r} is not a whole number of at least -1", subject="save_top_k", hint="save_top_k=3"
             )
         if self.save_last is not None and not isinstance(self.save_last, bool):
             raise UsageError(
@@ -360,7 +360,7 @@ def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
             found[name] = float(item() if callable(item) else value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise UsageError(
-                f"the metric {name!r} is no number: {type(value).__name__}",
+                f"the metric {name!r} is not a number: {type(value).__name__}",
                 subject=name,
                 hint=f"log one number, such as {name}=loss.item()",
             ) from error

@@ -66,8 +66,8 @@ class Checkpointer:
 
     - `where`: a directory, a URL, or a store; created if need be, and nothing foreign in it is touched.
     - `state`: a mapping of names to models, optimizers, anything with `state_dict`/`load_state_dict`, tensors, plain
-      values; held by reference and read at every save.
-    - `run`: the line of training, when several live in one place.
+      values; the objects themselves, which the Checkpointer reads at every save.
+    - `run`: the name of this training, if the repository has several.
     - `data`: the loader, whose position is saved too.
     - `save`: when: `every(...)`, `on.end()`, `on.signal()`, `on.improve(metric)`, `on.drop(metric, by=)`, combined
       with `|`. By default `every(minutes=10) | on.end() | on.signal()`.
@@ -82,8 +82,9 @@ class Checkpointer:
     - `on_error`: whether a failed save warns, and changes the exit status ("warn"), or also raises at the next call
       ("raise").
     - `takeover`: claim the run even if its owner is alive.
-    - `wait_for_owner`: how many seconds to wait for a process that owns the run. By default one that runs on this host
-      and is not leaving is waited for only a few seconds, any other one a minute; then RunInUse is raised.
+    - `wait_for_owner`: how many seconds to wait for a process that owns the run. By default the Checkpointer waits only
+      a few seconds for one that runs on this host and is not leaving, a minute for any other one, and then raises
+      RunInUse.
     - `memory`: when the state is also sealed in memory that outlives the process (`every(steps=1)`), so that a crash
       loses a step and not all since the last save. It takes `in_flight` + 1 times the state's size of /dev/shm, from
       which saves are written too, and a restart on this machine resumes from it by itself. Of several ranks each seals
@@ -102,12 +103,12 @@ class Checkpointer:
       where a step on several hosts computes for longer without releasing Python's interpreter lock.
     - `writers`: who writes what several ranks hold: all of them, evenly ("balanced"); one rank each tensor ("tensor")
       or layer ("layer"); all, in parts of 16 MiB at most ("size"); the lowest rank that holds it ("one").
-    - `log`: what is said on stderr, in one line each (by the logger `tenuto` where logging is configured): "default"
+    - `log`: which lines Tenuto prints on stderr (or gives the logger `tenuto`, if logging is configured): "default"
       (where training resumed from, damage that was passed over, waits, signals, failed saves), "saves" (a line for each
       committed save as well) or "silent". None: what the environment variable TENUTO_LOG says, else "default".
     - `sinks`: receive events: objects with `emit(event)`, or functions of an event.
-    - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and,
-      with `monitor` and no `save`, for `on.improve` beside the default).
+    - `save_top_k`, `monitor`, `mode`, `save_last`, `max_to_keep`: names that other libraries have for `keep` (and, with
+      `monitor` and no `save`, for `on.improve` in addition to the default).
 
     Raises UsageError for arguments that make no sense (PolicyConflict for policies that contradict each other),
     RanksError if other processes of the job are missing or disagree, Unserialisable (naming the path) for a state that
@@ -350,7 +351,7 @@ class Checkpointer:
             raise last.error
 
     def close(self, timeout: float = CLOSE_DEADLINE_S) -> None:
-        """Waits for what is in flight, gives the run back, puts signal handlers back. May be called twice."""
+        """Waits for what is in flight, releases the run, restores signal handlers. May be called twice."""
         self._close(timeout, ended_well=True)
 
     def latest_step(self) -> int | None:

@@ -43,7 +43,7 @@ def check_new_repository(store: Store, run: str, emitter: Emitter) -> None:
     message = f"there is no repository at {store.url}, and there had been one: {evidence}"
     if again:
         raise RepositoryError(
-            f"{message}; this job was started again ({again}) and does not start from scratch unasked",
+            f"{message}; this job was started again ({again}) and does not start from scratch by itself",
             subject=store.url,
             hint="is the file system mounted? To start from scratch: resume_from=None",
         )

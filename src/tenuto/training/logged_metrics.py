@@ -91,7 +91,7 @@ class UnloggedMetrics:
             self._warn_of(unasked, f"{self._policy!r} asks by", "that part of it saves nothing")
         missing = sorted(keep.metrics() - self._logged) if keep is not None else []
         if missing:
-            self._warn_of(missing, f"{keep!r} judges by", "until then all are kept")
+            self._warn_of(missing, f"{keep!r} uses", "until then all are kept")
         return bool(unasked or missing)
 
     def _warn_of(self, missing: Sequence[str], who: str, so: str) -> None:

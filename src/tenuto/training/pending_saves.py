@@ -135,6 +135,6 @@ class LateMetricTrigger:
         self._mark = None
         self._saving.report(
             f"step {mark.step} is not saved, though {reason}: the state has changed since that step; "
-            "log what belongs to a step before training goes on"
+            "log what belongs to a step before training continues"
         )
         return False

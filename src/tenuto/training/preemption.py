@@ -73,7 +73,7 @@ def warn_of_epochs(saving: RunSaver) -> None:
     """Warns, in a loop that does not report the end of epochs, of policies that save there."""
     for part in parts_of(saving.policy):
         if isinstance(part, EveryEpochs):
-            saving.warn(f"{part!r} saves nothing here: only the loop of epochs() tells where one ends")
+            saving.warn(f"{part!r} saves nothing here: only the loop of epochs() knows where one ends")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class SignalWatch:
         if threading.current_thread() is not threading.main_thread():
             events.warn(
                 "signals are not watched: Python handles them in the main thread, and this is another one. If this "
-                "process is told to leave, the last save stands, and the steps since then are lost"
+                "process is asked to leave, the last save stands, and the steps since then are lost"
             )
             return self
         self._pid = os.getpid()

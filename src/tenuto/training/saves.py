@@ -429,12 +429,12 @@ class RunSaver:
             while not join(LOSS_S):
                 if not told:
                     told = True
-                    self.report("the run is not given back yet: what is in flight has not ended")
+                    self.report("the run is not released yet: what is in flight has not ended")
         try:
             if self.attempt is not None:
                 self.attempt.release()
         except TenutoError as trouble:
-            self.report(f"the run is not given back: {trouble.message}")
+            self.report(f"the run is not released: {trouble.message}")
 
     def note(self, save: Save, metrics: Mapping[str, float]) -> None:
         """Notes metrics of a save that is taken already, once it is committed."""

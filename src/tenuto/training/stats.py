@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 ROWS: Final = (
-    ("training held", "held_s"),
+    ("training blocked", "held_s"),
     ("  look at the state", "look_s"),
     ("  save before", "wait_s"),
     ("  prepare", "prepare_s"),
     ("  copy", "capture_s"),
     ("  fence", "fence_s"),
     ("  until committed", "join_s"),
-    ("copy beside training", "late_s"),
+    ("copy in background", "late_s"),
     ("behind other saves", "queue_s"),
     ("until durable", "seconds"),
     ("  begin", "begin_s"),
@@ -52,14 +52,14 @@ class Stats:
     committed: int = 0
     failed: int = 0
     skipped: int = 0
-    """Saves that were due and not taken, for as many as may be in flight were still being written."""
+    """Saves that were due and not taken, because as many as may be in flight were still being written."""
     delayed: int = 0
     """Saves that had to wait until one before was written, `delayed_s` seconds in all."""
     delayed_s: float = 0.0
     kept_in_memory: int = 0
     """States that were sealed in memory between saves."""
     skipped_in_memory: int = 0
-    """States that were due in memory and not taken, for the one before was not sealed."""
+    """States that were due in memory and not taken, because the one before was not sealed."""
     delayed_in_memory: int = 0
     """States that had to wait for the one before to be sealed."""
     fence_in_memory_s: float = 0.0
@@ -68,9 +68,9 @@ class Stats:
     """Processor time that states in memory took in the background: copying behind a fence, digesting, sealing. Saves to
     the store have their own."""
     held_s: float = 0.0
-    """How long training was held altogether: by saves, states in memory, and waiting."""
+    """How long training was blocked in all: by saves, states in memory, and waiting."""
     elapsed_s: float = 0.0
-    """Since the run was claimed, until it was given back."""
+    """Since the run was claimed, until it was released."""
     last: Timing | None = None
     """Where the time of the last committed save went."""
     usual: Timing | None = None
@@ -89,12 +89,12 @@ class Stats:
 
     @property
     def held_share(self) -> float:
-        """The part of `elapsed_s` for which training was held, 0 to 1."""
+        """The part of `elapsed_s` for which training was blocked, 0 to 1."""
         return min(self.held_s / self.elapsed_s, 1.0) if self.elapsed_s > 0 else 0.0
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second at which packs become durable, usually; None before the first commit."""
+        """Bytes per second at which data files become durable, usually; None before the first commit."""
         return self.usual.bandwidth if self.usual is not None else None
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class Stats:
             fence = f"fence {seconds(self.fence_in_memory_s)}" if self.fence_in_memory_s else ""
             cpu = f"processor time {seconds(self.cpu_in_memory_s)}" if self.cpu_in_memory_s else ""
             yield "memory", ", ".join(filter(None, (kept, *less, fence, cpu)))
-        yield "training held", f"{seconds(self.held_s)}, {self.held_share:.2%} of {seconds(self.elapsed_s)}"
+        yield "training blocked", f"{seconds(self.held_s)}, {self.held_share:.2%} of {seconds(self.elapsed_s)}"
         ages = (("on disk", self.disk_age_s), ("in memory", self.memory_age_s))
         known = [f"{where} {seconds(age)} old" for where, age in ages if age is not None]
         yield "newest state", ", ".join(known) or "none that a crash would leave"

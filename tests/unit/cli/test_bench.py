@@ -90,5 +90,5 @@ def test_sizes(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "0.0GiB", "1 XiB", "1e9", "١"])
 def test_what_is_no_size(text):
-    with pytest.raises(UsageError, match="is no size"):
+    with pytest.raises(UsageError, match="is not a size"):
         bench.parse_size(text)

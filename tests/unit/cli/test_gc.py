@@ -97,7 +97,7 @@ def test_a_grace_that_is_no_duration_is_refused(cli, place, grace, words):
 
 @pytest.mark.parametrize("hours", [float("nan"), float("inf"), 1e308])
 def test_a_grace_that_is_not_finite_is_refused_by_whatever_reads_the_command_line(hours):
-    with pytest.raises(UsageError, match="no duration that can pass"):
+    with pytest.raises(UsageError, match="not a duration that can pass"):
         options.grace_seconds(hours)
 
 

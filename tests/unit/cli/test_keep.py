@@ -22,7 +22,7 @@ def test_keep_shows_what_would_go_and_does_nothing(cli, made):
 run gpt: keep.latest(2) | keep.best(1, 'loss', mode='min')
   CHECKPOINT  VERDICT    FREES  REASON
   a0002/7     kept              what latest means; newest of 2; the best by loss
-                                (0.142857) of the line of training that goes on
+                                (0.142857) of the current line of training
   a0002/5     kept              the last one verified; 2nd newest of 2
   a0001/8     kept              the best by loss (0.125), on a line of training
                                 that was left behind

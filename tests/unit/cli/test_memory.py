@@ -55,7 +55,7 @@ def test_a_directory_that_only_looks_like_a_users_is_told_of(cli, left, root):
     (root / f"tenuto-{os.geteuid() + 1}").symlink_to(f"tenuto-{os.geteuid()}")
     status, out, err = cli("ls", "--memory")
     assert (status, len(out.splitlines()), err.count("\n")) == (0, 3, 1)
-    assert f"/tenuto-{os.geteuid() + 1} is passed over: it is no directory" in err
+    assert f"/tenuto-{os.geteuid() + 1} is passed over: it is not a directory" in err
     found = json.loads(cli("ls", "--memory", "--json")[1])
     assert (len(found["images"]), found["closed_users"], len(found["passed_over"])) == (2, 0, 1)
 
@@ -72,7 +72,7 @@ def test_ls_memory_shows_whose_they_are_and_their_age(cli, left):
     assert "PID" not in rows[0], "no column for what nothing has"
     assert f"  {me()}  " in rows[1]
     assert "dead" in rows[1]
-    assert "a restart goes on from it" in rows[1]
+    assert "a restart resumes from it" in rows[1]
     assert images(cli, "--run", "other") == []
     assert cli("ls", "--memory", "--run", "other")[1:] == ("", "no images in this node's memory\n")
 
@@ -185,7 +185,7 @@ def test_images_of_several_ranks_say_which_rank_of_how_many(cli, left_by_two, ro
     found = [image for image in images(cli) if image["sealed"]]
     whose = sorted((image["checkpoint"]["step"], image["rank"], image["ranks"]) for image in found)
     assert whose == [(6, 0, 2), (6, 1, 2), (7, 0, 2), (7, 1, 2)]
-    assert {image["state"] for image in found} == {"a restart goes on from it"}
+    assert {image["state"] for image in found} == {"a restart resumes from it"}
     rows = [line.split() for line in cli("ls", "--memory")[1].splitlines()]
     assert rows[0][:2] == ["RUN", "RANK"]
     assert sorted(row[1] for row in rows[1:] if row[2:4] == ["of", "2"]) == ["0", "0", "1", "1"]
@@ -195,8 +195,8 @@ def test_a_state_of_which_a_rank_is_missing_is_shown_and_not_flushed(cli, left_b
     path = next(path for path in root.rglob("1of2-*") if image_step(path) == 7)
     path.unlink()
     states = {(image["checkpoint"]["step"], image["rank"]): image["state"] for image in images(cli) if image["sealed"]}
-    assert states[7, 0] == "a restart goes on from it where rank 1 has it too: not here"
-    assert states[6, 0] == states[6, 1] == "a restart goes on from it"
+    assert states[7, 0] == "a restart resumes from it where rank 1 has it too: not here"
+    assert states[6, 0] == states[6, 1] == "a restart resumes from it"
     status, out, _ = cli("flush", left_by_two)
     assert status == 0
     assert out.splitlines()[-1].startswith("main/a0002/6 is written, ")
@@ -210,13 +210,13 @@ def test_what_another_user_has_completes_nobodys_state(left_by_two):
 
     rows = judged(None, None)
     first = next(row for row in rows if row[0].footer.rank == 0)
-    assert words(*first, rows) == "a restart goes on from it"
+    assert words(*first, rows) == "a restart resumes from it"
     stranger = os.geteuid() + 1
     rows = [
         (one if one.footer.rank == 0 else replace(one, slot=replace(one.slot, user=stranger)), verdict)
         for one, verdict in rows
     ]
-    assert words(*first, rows) == "a restart goes on from it where rank 1 has it too: not here"
+    assert words(*first, rows) == "a restart resumes from it where rank 1 has it too: not here"
 
 
 def image_step(path):

@@ -27,8 +27,8 @@ def test_show_says_where_the_packs_lie(cli, mirrored):
     a, b = mirrored
     pack(b, 1).unlink()
     out = " ".join(cli("show", a)[1].split())
-    assert f"packs in {a}: 1 of 1" in out and str(b) not in out
-    assert f"packs in {b}: 1 of 1" in " ".join(cli("show", a, "--step", "0")[1].split())
+    assert f"data files in {a}: 1 of 1" in out and str(b) not in out
+    assert f"data files in {b}: 1 of 1" in " ".join(cli("show", a, "--step", "0")[1].split())
     assert json.loads(cli("show", a, "--json")[1])["packs_in"] == {str(a): 1}
 
 
@@ -37,7 +37,7 @@ def test_replicate_brings_a_mirror_what_it_lacks(cli, mirrored):
     pack(b, 1).unlink()
     status, out, err = cli("replicate", a, "--dry-run")
     assert (status, err) == (0, "")
-    assert out == f"to {b}\n  main/a0001/1  1 pack, 397 KiB\n"
+    assert out == f"to {b}\n  main/a0001/1  1 data file, 397 KiB\n"
     assert not pack(b, 1).exists()
     status, out, _ = cli("replicate", a)
     assert (status, out.splitlines()[-1]) == (0, "397 KiB copied")
@@ -70,5 +70,5 @@ def test_what_changes_something_is_given_the_home(cli, mirrored):
     a, b = mirrored
     for words in (["rm", b, "0", "--yes"], ["tag", b, "good", "--step", "0"], ["keep", b, "--latest", "1", "--yes"]):
         status, _, err = cli(*words)
-        assert status != 0 and f"whose home is {a}" in err, words
+        assert status != 0 and f"whose primary is {a}" in err, words
     assert cli("ls", b)[0] == cli("verify", b)[0] == 0

@@ -183,7 +183,7 @@ def test_show_says_which_metric_that_a_policy_goes_by_is_not_logged(cli, tmp_pat
         ckpt.step_done(loss=1.0)
         ckpt.step_done(val_loss=2.0)
     _, out, _ = cli("show", place, "--step", "1")
-    assert "  not logged  val_loss, which keep.best(1, 'val_loss', mode='min') goes by\n" in out
+    assert "  not logged  val_loss, which keep.best(1, 'val_loss', mode='min') uses\n" in out
     found = json.loads(cli("show", place, "--step", "1", "--json")[1])
     assert found["unlogged"] == {"val_loss": "keep.best(1, 'val_loss', mode='min')"}
     assert "not logged" not in cli("show", place, "--step", "2")[1]

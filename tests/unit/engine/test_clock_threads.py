@@ -77,4 +77,4 @@ def test_the_slowest_of_several_ranks_is_named_for_it() -> None:
     timings = RankTimings.of([Timing(late_s=0.5), Timing(late_s=2.0)])
     read: Any = RankTimings.read(timings.to_json())
     assert read.parts["late_s"].slowest[0] == (1, 2.0)
-    assert "copy beside training   rank 1  2.00 s  0.50 s  0.50 s" in slowest_lines(read)
+    assert "copy in background   rank 1  2.00 s  0.50 s  0.50 s" in slowest_lines(read)

@@ -281,10 +281,10 @@ def test_spans_of_hours_begin_at_midnight_and_without_a_time_nothing_is_a_milest
     [
         (lambda: keep.every(), "every\\(\\) of what"),
         (lambda: keep.every(steps=0), "would never be reached"),
-        (lambda: keep.every(steps=2.5), "no whole number"),
-        (lambda: keep.every(hours=0), "no duration"),
-        (lambda: keep.every(hours="24"), "no duration"),
-        (lambda: keep.every(hours=NAN), "no duration"),
+        (lambda: keep.every(steps=2.5), "not a whole number"),
+        (lambda: keep.every(hours=0), "not a duration"),
+        (lambda: keep.every(hours="24"), "not a duration"),
+        (lambda: keep.every(hours=NAN), "not a duration"),
     ],
 )
 def test_milestones_are_checked(call, text):

@@ -104,7 +104,7 @@ def test_what_takes_long_to_be_written_is_not_taken_faster_though_more_could_be_
 
 @pytest.mark.parametrize("wrong", ["1", "", "a%", "0%", "51%", 0, -0.1, True, 0.6, float("nan"), b"1%", [1]])
 def test_what_is_no_share_is_refused(wrong: object) -> None:
-    with pytest.raises(UsageError, match="is no share"):
+    with pytest.raises(UsageError, match="is not a share"):
         every(stall=wrong)  # type: ignore[arg-type]
 
 

@@ -221,7 +221,7 @@ def test_wide_columns_of_several_ranks_are_read_as_well() -> None:
 def test_a_column_is_no_wider_than_it_may_be_and_of_whole_numbers(code: str) -> None:
     header = [(name, "U8", (0,)) for name, _, _ in COLUMNS if name != "rank"]
     data = build_header([("rank", code, (0,)), *header], {}, align=64)
-    with pytest.raises(CorruptionError, match="'rank' is no row of U32"):
+    with pytest.raises(CorruptionError, match="'rank' is not a row of U32"):
         read(data)
 
 
@@ -235,5 +235,5 @@ def test_an_index_of_one_process_has_wide_columns_and_no_others() -> None:
 
     with patch.object(index_module, "encode_columns", narrowly):
         narrow = encode_index(alone, ID, OURS)
-    with pytest.raises(CorruptionError, match="no row of U64"):
+    with pytest.raises(CorruptionError, match="not a row of U64"):
         decode_table(narrow, id=ID, rank=2, repository=OURS)

@@ -94,9 +94,9 @@ def test_one_with_a_commit_has_gone_further(repo, make):
 def test_going_back_on_purpose_rules_out_what_was_gone_back_behind(repo, make):
     first = attempt_with(make, [10, 20])
     attempt_with(make, [], at(1, 10))
-    assert "went on from gpt/a0001/10" in judge(repo, "gpt", sealed(repo, first, 25))
+    assert "resumed from gpt/a0001/10" in judge(repo, "gpt", sealed(repo, first, 25))
     third = attempt_with(make, [], at(1, 20))
-    assert "went on from gpt/a0001/10" not in str(judge(repo, "gpt", sealed(repo, third, 25)))
+    assert "resumed from gpt/a0001/10" not in str(judge(repo, "gpt", sealed(repo, third, 25)))
 
 
 def test_what_it_went_on_from_must_still_be_there(repo, make):

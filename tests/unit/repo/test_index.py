@@ -190,7 +190,7 @@ LIES: dict[str, dict[str, Any]] = {
     "chunks of no bytes": {"head": with_head(chunk_bytes=0)},
     "chunks of half a byte": {"head": with_head(chunk_bytes=0.5)},
     "no head": {"head": np.zeros(0, dtype=np.uint8)},
-    "a head that is no object": {"head": np.frombuffer(b"[]", dtype=np.uint8)},
+    "a head that is not an object": {"head": np.frombuffer(b"[]", dtype=np.uint8)},
     "a private leaf under a shared one's path": {
         "private": np.frombuffer(canonical_json.dumps(tree_of((LeafSpec("x", "int64", ()),))), dtype=np.uint8)
     },
@@ -330,7 +330,7 @@ WORDS = {
     "a length beyond 64 bits": "a length is beyond 2^62",
     "a hole": "the leaves in rank-00000.safetensors overlap, leave a hole or do not end where it ends",
     "a header longer than the pack": f"'header' is {1 << 50}, which is not within 8 and ",
-    "a pack number that is not listed": "a row lies in a pack that the index does not list",
+    "a pack number that is not listed": "a row lies in a data file that the index does not list",
     "a dtype number that is not listed": "a row has a dtype that the index does not list",
     "a dtype that nobody knows": "has the dtype 'float12', which this version does not know",
     "a dtype that is a program": f"has the dtype {('numpy:' + 'i4,' * 99)[:80]!r}, which this version does not know",
@@ -340,20 +340,20 @@ WORDS = {
     "shape ends that go beyond and come back": "the column 'shape.ends' does not divide the 3 values that there are",
     "shape ends beyond the column": "an end in 'shape.ends' is beyond 2^62",
     "fewer digests than chunks": "the column 'digests.ends' does not divide the 1 values that there are",
-    "a digest cut short": "the digests are no whole number of 16 bytes",
+    "a digest cut short": "the digests are not a multiple of 16 bytes",
     "digest ends that do not fit the lengths": "a leaf does not have one digest for each of its chunks",
     "leaves out of order": "the leaves are not in the order of the state",
     "a row too many": "the column 'pack' has 3 rows where there are 2 leaves",
     "another number of shared leaves": "has 1 shared leaves, the manifest's tree has 2",
     "a path that leads out": f"{FILE} names '../rank-00000.safetensors', which no object of a checkpoint can be called",
-    "a pack twice": "names a pack twice",
+    "a pack twice": "names a data file twice",
     "another rank": "is not the index of this rank and checkpoint",
     "another checkpoint": "is not the index of this rank and checkpoint",
     "chunks of no bytes": "'chunk_bytes' is 0, which is not within 1 and ",
     "no head": "the column 'head': ",
-    "a head that is no object": "the column 'head' is no object",
+    "a head that is not an object": "the column 'head' is not an object",
     "a private leaf under a shared one's path": "has a private leaf under the path of another leaf",
-    "a private tree without kinds": "the private tree is none that a save can have written: ",
+    "a private tree without kinds": "the private tree is not what a save writes: ",
 }
 
 
@@ -372,10 +372,10 @@ def test_a_lie_of_an_index_is_put_into_words(lie: str) -> None:
         ({"tree": ...}, "has no tree"),
         ({"indexes": []}, "names 0 indexes"),
         ({"indexes": [ENTRY, ENTRY]}, "names an index twice"),
-        ({"indexes": [7]}, "an index entry is no object"),
+        ({"indexes": [7]}, "an index entry is not an object"),
         ({"indexes": [{**ENTRY, "length": 7}]}, "'length' is 7, which is not within 8 and "),
         ({"chunk_bytes": 0}, f"'chunk_bytes' is 0, which is not within 1 and {1 << 30}"),
-        ({"metrics": {"loss": "low"}}, "a metric is no number: "),
+        ({"metrics": {"loss": "low"}}, "a metric is not a number: "),
         ({"parent": {"run": "gpt", "attempt": 4, "step": 1}}, "has the parent gpt/a0004/1, which is not lower than"),
         ({"save_id": "ab"}, "'save_id' is not 32 hexadecimal digits"),
         ({"content": "ab"}, "'content' is not 64 hexadecimal digits"),
@@ -437,4 +437,4 @@ def test_a_manifests_tree_that_no_save_wrote_is_told() -> None:
     data = encode_index(index_of((LeafSpec("x", "float32", (3, 5)),)), ID, OURS)
     with pytest.raises(CorruptionError) as caught:
         decode_index(data, id=ID, rank=0, tree={"x": 1}, repository=OURS)
-    assert caught.value.message.startswith(f"{FILE}: the manifest's tree is none that a save can have written: ")
+    assert caught.value.message.startswith(f"{FILE}: the manifest's tree is not what a save writes: ")

@@ -179,7 +179,7 @@ def test_nodes_whose_directories_are_called_alike_are_members_of_their_own(
 def test_a_mirrors_place_that_is_another_disk_now_is_told(home: MemoryStore, place: MemoryStore) -> None:
     Repo.create_or_open(Mirror(home, place))
     place.place.objects.clear()
-    with pytest.warns(TenutoWarning, match=f"{place.url} is not the place that it was"):
+    with pytest.warns(TenutoWarning, match=f"{place.url} is not the location that it was"):
         Repo.create_or_open(Mirror(home, place))
     assert len(listed(home)) == 2
 

@@ -88,24 +88,24 @@ def test_a_copy_is_whole_and_from_elsewhere() -> None:
     assert not objects.is_copy(NAME, data, OURS)
     assert objects.is_copy("runs/gpt/a0002/x.json", data, OURS)
     assert objects.is_copy(NAME, data, THEIRS), "of another repository"
-    assert not objects.is_copy("runs/gpt/a0002/x.json", data[:-1], OURS), "damaged is no copy"
+    assert not objects.is_copy("runs/gpt/a0002/x.json", data[:-1], OURS), "damaged is not a copy"
 
 
 def test_fields_of_a_wrong_type_are_named() -> None:
     values = {"s": "text", "i": 7, "b": True, "o": {"a": 1}, "l": [1], "f": 1.0, "n": None}
     found = Fields(values, NAME)
     readers: dict[str, tuple[Any, str, str]] = {
-        "text": (found.text, "s", "string"),
-        "whole": (found.whole, "i", "whole number"),
-        "flag": (found.flag, "b", "truth value"),
-        "mapping": (found.mapping, "o", "object"),
-        "sequence": (found.sequence, "l", "list"),
+        "text": (found.text, "s", "a string"),
+        "whole": (found.whole, "i", "a whole number"),
+        "flag": (found.flag, "b", "a truth value"),
+        "mapping": (found.mapping, "o", "an object"),
+        "sequence": (found.sequence, "l", "a list"),
     }
     for read, own, what in readers.values():
         assert read(own) == values[own]
         for key in [*values, "absent"]:
             if key != own:
-                refused(lambda read=read, key=key: read(key), f"{key!r} is no {what}")
+                refused(lambda read=read, key=key: read(key), f"{key!r} is not {what}")
 
 
 def test_texts_and_numbers_have_bounds() -> None:
@@ -130,8 +130,8 @@ def test_hexadecimal_digits_are_counted(value: str) -> None:
 def test_an_object_inside_keeps_the_name_of_the_whole() -> None:
     inner = fields().inner({"a": 5}, "a row")
     assert inner.whole("a") == 5
-    refused(lambda: inner.text("a"), "'a' is no string")
-    refused(lambda: fields().inner([5], "a row"), "a row is no object")
+    refused(lambda: inner.text("a"), "'a' is not a string")
+    refused(lambda: fields().inner([5], "a row"), "a row is not an object")
 
 
 def test_a_checkpoints_identity_is_read_back_or_refused() -> None:
@@ -141,12 +141,12 @@ def test_a_checkpoints_identity_is_read_back_or_refused() -> None:
     assert fields(parent=objects.checkpoint_json(id)).checkpoint("parent") == id
     assert fields(parent=None).checkpoint("parent") is None
     assert fields(parent={"attempt": 1, "run": "gpt", "step": 0}).checkpoint("parent") == CheckpointId("gpt", 1, 0)
-    refused(lambda: fields().checkpoint("parent"), "'parent' is no object")
+    refused(lambda: fields().checkpoint("parent"), "'parent' is not an object")
     refused(
         lambda: fields(parent={"attempt": 0, "run": "gpt", "step": 0}).checkpoint("parent"),
         f"'attempt' is 0, which is not within 1 and {canonical_json.MAX_INTEGER}",
     )
-    with pytest.raises(CorruptionError, match="'parent' is no checkpoint: ") as caught:
+    with pytest.raises(CorruptionError, match="'parent' is not a checkpoint: ") as caught:
         fields(parent={"attempt": 1, "run": "../x", "step": 0}).checkpoint("parent")
     assert caught.value.subject == NAME
 
@@ -271,5 +271,5 @@ def test_an_unusable_kind_of_note_is_a_wrong_use(repo: Repo, make: Any) -> None:
     make.attempt(1)
     with pytest.raises(UsageError) as caught:
         add_note(repo, make.checkpoint(1, 10), "opinion", {})
-    assert caught.value.message == "'opinion' is no kind of note; there are metric, proven, suspect, verified"
+    assert caught.value.message == "'opinion' is not a kind of note; there are metric, proven, suspect, verified"
     assert caught.value.subject == "opinion"

@@ -152,7 +152,7 @@ def test_a_tree_that_does_not_fit_the_rows_is_refused_when_it_is_read(tmp_path: 
     assert outline.find("a") is not None
     with pytest.raises(CorruptionError, match="names leaf 5 of 2"):
         outline.find("b")
-    with pytest.raises(CorruptionError, match="none that a save can have written"):
+    with pytest.raises(CorruptionError, match="not what a save writes"):
         outline.leaves()
 
 

@@ -207,7 +207,7 @@ def test_too_few_copies_are_none_and_the_error_says_how_many_there_are_and_where
     some.all[2].fail(StoreDenied("not yours"), "put")
     with pytest.raises(StoreFull) as caught:
         some.put(PACK)
-    assert f"1 of the {copies} copies" in caught.value.message
+    assert f"1 of the {copies} required copies" in caught.value.message
     assert some.all[1].url in caught.value.message and "no space" in caught.value.message
     assert caught.value.hint == "make room"
     assert some.holding(PACK) == [False, False, False]
@@ -950,7 +950,7 @@ def test_a_pack_for_several_nodes_is_on_its_node_and_in_the_home(copies: int) ->
 def test_a_pack_for_several_nodes_that_one_of_both_refuses_is_in_neither(which: int) -> None:
     home, own = places = [Place(), Place()]
     places[which].fail(StoreFull("no space"), "put")
-    with pytest.raises(StoreFull, match="1 of the 2 copies"):
+    with pytest.raises(StoreFull, match="1 of the 2 required copies"):
         PerNode(own, home=home).put_if_absent(HOME_PACK, Bytes(b"data"), token="t0")
     assert HOME_PACK not in home.objects and HOME_PACK not in own.objects
 

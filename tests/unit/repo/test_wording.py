@@ -62,7 +62,7 @@ def test_a_place_that_cannot_hold_checkpoints(tmp_path: Path, monkeypatch: pytes
     assert said(RepositoryError, lambda: Repo.create_or_open(store)) == (
         f"{store.url} cannot hold checkpoints: it lets a second writer replace an object that exists",
         store.url,
-        "choose a place on a local file system, or one with hard links",
+        "choose a directory on a local file system, or one with hard links",
     )
 
 
@@ -214,26 +214,26 @@ def test_a_superseded_owner_is_told_by_whom(repo: Repo, make: Any, release: list
     make.attempt(2)
     hint = "let one of the two processes train, or give each a run of its own"
     assert said(Superseded, attempt.check) == (
-        "run 'gpt' has been claimed as attempt 2 by process 1 of someone on elsewhere; attempt 1 saves no more",
+        "run 'gpt' has been claimed as attempt 2 by process 1 of someone on elsewhere; attempt 1 can no longer save",
         "gpt",
         hint,
     )
     make.damage(object_names.attempt_name("gpt", 2))
     assert said(Superseded, attempt.check)[0] == (
-        "run 'gpt' has been claimed as attempt 2 by a process whose record is damaged; attempt 1 saves no more"
+        "run 'gpt' has been claimed as attempt 2 by a process whose record is damaged; attempt 1 can no longer save"
     )
 
 
 def test_a_parent_that_is_no_parent(repo: Repo, make: Any) -> None:
     gone = CheckpointId("gpt", 5, 10)
     assert said(CheckpointNotFound, lambda: claim(repo, "gpt", gone, beat_s=SLOW))[:2] == (
-        f"there is no checkpoint {gone} to go on from",
+        f"there is no checkpoint {gone} to resume from",
         str(gone),
     )
     make.attempt(1, run="base")
     lost = CheckpointId("base", 1, 10)
     assert said(CheckpointNotFound, lambda: claim(repo, "gpt", lost, beat_s=SLOW)) == (
-        f"there is no checkpoint {lost} to go on from",
+        f"there is no checkpoint {lost} to resume from",
         str(lost),
         f"tenuto ls {repo.url} shows what is left",
     )
@@ -381,7 +381,7 @@ def test_a_lost_parent_is_told_of(repo: Repo, make: Any, how: str) -> None:
     assert list(walk(repo, "gpt", report=told.append)) == [base]
     lost = "attempt 2 of run gpt has no record of its own"
     assert told == [
-        f"{lost}; what it was restored from is not known, the walk goes on with the next lower attempt"
+        f"{lost}; what it was restored from is not known, the walk continues with the next lower attempt"
         if how == "nothing"
         else f"{lost}; its parent was taken from its other objects"
     ]

@@ -267,7 +267,7 @@ def test_a_rank_with_one_box_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ({"strategy": "even"}, "'even' is none of balanced, layer"),
+        ({"strategy": "even"}, "'even' is not one of balanced, layer"),
         ({"strategy": "layer"}, "needs layer="),
         ({"layer": np.zeros(1, np.int64)}, "needs layer="),
         ({"strategy": "layer", "layer": np.zeros(3, np.int64)}, "needs layer="),

@@ -68,13 +68,13 @@ def test_i6_checkpoints_that_a_home_set_back_does_not_know_are_left_alone(tmp_pa
     before = packs(disk)
     assert "a0001/step-00000006" in before
     if how == "train":
-        with said("[wW]as the home set back"):
+        with said("Was the primary restored from a backup"):
             train(tenuto.PerNode(disk, home=home), 4)
     else:
         repo = Repo.open(open_store(home))
         plan = gc.plan_gc(repo, grace_s=0.0)
         gc.execute(repo, plan)
-        assert "set back" in str(plan)
+        assert "restored from a backup" in str(plan)
     assert before <= packs(disk)
 
 
@@ -122,7 +122,7 @@ def test_a_disk_that_goes_away_in_the_middle_is_noticed_and_nothing_is_put_in_it
             b.rename(tmp_path / "disk")
             b.mkdir()
 
-    with said(f"{b} is not the place that it was"):
+    with said(f"{b} is not the location that it was"):
         train(tenuto.Mirror(a, b, copies=copies), 4, unmount)
     assert not list(b.iterdir())
     steps = [id.step for id in tenuto.Repository(a).checkpoints()]
@@ -175,7 +175,7 @@ def test_a_mirror_with_a_new_disk_is_filled_and_nothing_is_missed(tmp_path: Path
     a, b = tmp_path / "a", tmp_path / "b"
     train(tenuto.Mirror(a, b), 2)
     shutil.rmtree(b)
-    with pytest.warns(Warning, match="is not the place that it was"):
+    with pytest.warns(Warning, match="is not the location that it was"):
         train(tenuto.Mirror(a, b), 4)
     assert not replicated(a).failed and packs(b) == packs(a)
     repo = Repo.open(open_store(a))

@@ -142,7 +142,7 @@ def test_certify_says_what_the_policies_go_by_and_nothing_logged(capsys):
     out = capsys.readouterr().out
     assert "\nNot seen, so nothing is proven of:\n  -  an accelerator: the script used none\n" in out
     assert out.endswith(
-        "Not logged in these 20 steps, though the script's policies go by it:\n"
+        "Not logged in these 20 steps, though the script's policies use it:\n"
         "  -  val_loss, by keep.best(1, 'val_loss', mode='min')\n"
     )
     _show(replace(found, unlogged={}))

@@ -34,7 +34,7 @@ def test_a_run_is_not_given_back_while_a_save_is_being_written(tmp_path: Path, m
 
     class Seen:
         def emit(self, event: Event) -> None:
-            if isinstance(event, Warned) and "not given back yet" in event.message:
+            if isinstance(event, Warned) and "not released yet" in event.message:
                 told.set()
 
     monkeypatch.setattr(SaveWriter, "_write", slow)

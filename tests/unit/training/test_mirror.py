@@ -53,7 +53,7 @@ def test_a_save_commits_with_the_required_copies_of_each_pack_and_not_with_fewer
         assert np.array_equal(tenuto.load(a).state["w"], np.arange(12.0))
     else:
         assert all(isinstance(one, Exception) for one in found)
-        assert "1 of the 2 copies" in "".join(str(one) for one in found)
+        assert "1 of the 2 required copies" in "".join(str(one) for one in found)
         assert not tenuto.Repository(a).checkpoints()
         assert not list(a.rglob("*.safetensors")), "what was put is freed"
 
@@ -159,7 +159,7 @@ def test_verify_says_what_was_read_from_another_place_and_which_lacks_something(
 
 def test_several_places_are_no_place_of_others(places: list[Path]) -> None:
     a, b, c = places
-    with pytest.raises(UsageError, match="several places already"):
+    with pytest.raises(UsageError, match="already has several locations"):
         tenuto.Mirror(tenuto.Mirror(a, b), c)
-    with pytest.raises(UsageError, match="several places already"):
+    with pytest.raises(UsageError, match="already has several locations"):
         tenuto.PerNode(a, home=tenuto.Mirror(b, c))

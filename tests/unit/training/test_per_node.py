@@ -175,7 +175,9 @@ def test_only_what_some_rank_lacks_is_put_into_the_home_and_it_is_said(cluster: 
     assert sorted(name.partition(".part-")[0] for name in names) == [
         f"rank-0000{rank}.safetensors" for rank in range(4)
     ]
-    assert sum("of 2 packs" in one and "are put into" in one for one in told.messages) == 2, "by a rank of each node"
+    assert sum("of 2 data files" in one and "are put into" in one for one in told.messages) == 2, (
+        "by a rank of each node"
+    )
     assert not list(cluster.home.rglob("*.safetensors*")), "for as long as ranks read"
 
 
@@ -299,7 +301,7 @@ def test_a_home_that_is_not_shared_is_still_found_out(cluster: Cluster) -> None:
 
     found = together(2, work)
     assert all(isinstance(one, RanksDisagree) for one in found)
-    assert "is not one place for all ranks" in str(found[0])
+    assert "is not one location for all ranks" in str(found[0])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -341,7 +343,7 @@ def test_all_places_copied_into_one_directory_are_the_repository(cluster: Cluste
 
 def test_a_nodes_directory_given_as_the_home_is_refused(cluster: Cluster) -> None:
     cluster.save(2, 1.0)
-    with pytest.raises(RepositoryError, match="whose home is"):
+    with pytest.raises(RepositoryError, match="whose primary is"):
         tenuto.save({"w": 1.0}, cluster.root / "n0")
 
 
@@ -376,7 +378,7 @@ def test_verify_says_what_it_did_not_see_and_takes_none_of_it_for_damage(cluster
     assert report.ok and report.unseen == 2
     assert ["n1" in finding.message for finding in report.findings] == [True]
     assert not tenuto.Repository(cluster.home).notes(report.checked[0]), "of what was not all read nothing is noted"
-    with pytest.raises(CorruptionError, match="2 packs not looked at"):
+    with pytest.raises(CorruptionError, match="2 data files not looked at"):
         assert_whole(Repo.open(open_store(cluster.home)))
 
 

@@ -214,7 +214,7 @@ def test_a_one_off_save_of_ranks_in_copies_of_a_place_is_refused_and_gives_the_r
 
 @pytest.mark.parametrize("how", ["save", "Checkpointer"])
 def test_writers_that_are_none_are_refused(tmp_path: Path, how: str) -> None:
-    with pytest.raises(UsageError, match="writers='all' is none of 'balanced', 'layer', 'tensor', 'size', 'one'"):
+    with pytest.raises(UsageError, match="writers='all' is not one of 'balanced', 'layer', 'tensor', 'size', 'one'"):
         getattr(tenuto, how)(*((tmp_path / "x", {})[:: 1 if how == "Checkpointer" else -1]), writers="all")
     assert not (tmp_path / "x").exists()
 

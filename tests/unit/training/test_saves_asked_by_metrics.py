@@ -179,7 +179,7 @@ def test_a_metric_that_nothing_logs_is_told_at_the_end_of_the_second_epoch(place
                 for _ in ckpt.batches:
                     ckpt.log(loss=1.0)
     assert len(sink.said) == 2, "and once more at the end"
-    assert all("keep.best(1, 'val_loss', mode='min') | keep.latest(2) judges by" in one for one in sink.said)
+    assert all("keep.best(1, 'val_loss', mode='min') | keep.latest(2) uses" in one for one in sink.said)
     assert all("metrics logged: 'loss'" in one for one in sink.said)
 
 

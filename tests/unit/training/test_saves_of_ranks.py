@@ -189,7 +189,7 @@ def test_a_share_of_the_first_ranks_time_says_when_all_save(tmp_path: Path) -> N
 
     seen = train(tmp_path, every(stall="50%"), think, meddle)[0]
     first, *more = seen.reasons.values()
-    assert first == "the first save tells what a save costs (every stall=50%)"
+    assert first == "the first save shows what a save costs (every stall=50%)"
     bearing = [reason for reason in more if "since the last save bear another" in reason]
     assert 3 <= len(bearing) <= 4, "one may have been wished for before"
     assert more in (bearing, [*bearing, "stop() was called"])

@@ -118,7 +118,7 @@ def test_metrics_belong_to_their_step_and_late_ones_are_noted(place: Path) -> No
 
 
 def test_a_metric_that_is_no_number_is_refused(place: Path) -> None:
-    with tenuto.Checkpointer(place, state()) as ckpt, pytest.raises(UsageError, match="'loss' is no number"):
+    with tenuto.Checkpointer(place, state()) as ckpt, pytest.raises(UsageError, match="'loss' is not a number"):
         ckpt.log(loss="low")
 
 
@@ -300,7 +300,7 @@ def test_a_close_on_the_way_out_of_an_error_does_not_hide_it(place: Path) -> Non
         try:
             for _ in ckpt.steps(3):
                 signal.raise_signal(signal.SIGTERM)
-                raise ZeroDivisionError("the loss is no number")
+                raise ZeroDivisionError("the loss is not a number")
         finally:
             ckpt.close()
 

@@ -284,23 +284,23 @@ def test_a_table_says_all_of_it_and_nothing_that_did_not_occur() -> None:
 
 
 TABLE = """\
-saves          12 committed, 1 in flight, 1 FAILED, 3 skipped, 2 delayed by 0.35 s
-memory         40 states kept, 1 skipped, fence 20.0 ms, processor time 0.50 s
-training held  1.24 s, 0.31% of 6 min 40 s
-newest state   on disk 12.0 s old, in memory 0.40 s old
+saves             12 committed, 1 in flight, 1 FAILED, 3 skipped, 2 delayed by 0.35 s
+memory            40 states kept, 1 skipped, fence 20.0 ms, processor time 0.50 s
+training blocked  1.24 s, 0.31% of 6 min 40 s
+newest state      on disk 12.0 s old, in memory 0.40 s old
 
-                       last save      median
-training held             0.28 s     40.5 ms
-  look at the state       400 us      500 us
-  save before             0.25 s           -
-  copy                   34.0 ms     40.0 ms
-copy beside training      0.30 s           -
-  begin                   2.0 ms      2.0 ms
-  digest                 80.0 ms     80.0 ms
-  write and flush         0.50 s      1.00 s
-processor time                 -      0.10 s
-bytes                   1.00 GiB    1.00 GiB
-written at            2.00 GiB/s  1.00 GiB/s"""
+                      last save      median
+training blocked         0.28 s     40.5 ms
+  look at the state      400 us      500 us
+  save before            0.25 s           -
+  copy                  34.0 ms     40.0 ms
+copy in background       0.30 s           -
+  begin                  2.0 ms      2.0 ms
+  digest                80.0 ms     80.0 ms
+  write and flush        0.50 s      1.00 s
+processor time                -      0.10 s
+bytes                  1.00 GiB    1.00 GiB
+written at           2.00 GiB/s  1.00 GiB/s"""
 
 
 def test_no_part_is_left_out_of_the_table() -> None:
@@ -310,10 +310,12 @@ def test_no_part_is_left_out_of_the_table() -> None:
 
 
 def test_what_memory_took_of_a_processor_is_said_also_where_nothing_could_be_kept() -> None:
-    assert "\nmemory         0 states kept, processor time 0.25 s\n" in str(Stats(cpu_in_memory_s=0.25))
+    assert "\nmemory            0 states kept, processor time 0.25 s\n" in str(Stats(cpu_in_memory_s=0.25))
 
 
 def test_a_training_that_has_not_saved_says_so() -> None:
     assert str(Stats()) == (
-        "saves          0 committed\ntraining held  0 us, 0.00% of 0 us\nnewest state   none that a crash would leave"
+        "saves             0 committed\n"
+        "training blocked  0 us, 0.00% of 0 us\n"
+        "newest state      none that a crash would leave"
     )

@@ -64,11 +64,11 @@ def bench(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure what saving and restoring take at a place.
+    """Measure what saving and restoring take in a directory.
 
-    How long saves hold training there, until when they are durable, how long a restore takes. Writes only in a hidden
-    directory of its own inside WHERE and removes it, also when interrupted. Takes twice the state's size of space and
-    of memory, and refuses where that is short. --run and --step choose what --like looks at.
+    How long saves block training there, how long until they are durable, how long a restore takes. Writes only in a
+    hidden directory of its own inside WHERE and removes it, also when interrupted. Takes twice the state's size of
+    space and of memory, and refuses where that is short. --run and --step choose what --like looks at.
     """
     from tenuto.bench import figures
     from tenuto.bench.measure import measure
@@ -92,7 +92,9 @@ def _sizes(size: str | None, leaves: int | None, like: str | None, run: str | No
     if like is None:
         return even_sizes(parse_size(size or "1GiB"), leaves or 200)
     if size is not None or leaves is not None:
-        raise UsageError("--like says size and leaves already", subject="--like", hint="leave --size and --leaves out")
+        raise UsageError(
+            "--like already gives the size and the leaves", subject="--like", hint="leave --size and --leaves out"
+        )
     from tenuto.cli.console.options import checkpoint, repository
 
     repo = repository(like)
@@ -109,7 +111,7 @@ def parse_size(text: str) -> int:
     zero."""
     found = _SIZE.fullmatch(text)
     if found is None or not float(found[1]):
-        raise UsageError(f"{text!r} is no size", subject="--size", hint="write it as 4GiB or 500MiB")
+        raise UsageError(f"{text!r} is not a size", subject="--size", hint="write it as 4GiB or 500MiB")
     unit = (found[2] or "b").lower()
     thousand = 1000 if unit.endswith("b") and len(unit) == 2 else 1024
     return int(float(found[1]) * thousand ** "bkmgt".index(unit[0]))

@@ -48,7 +48,7 @@ def certify(  # noqa: PLR0917 - options; nobody passes them by position
         float, typer.Option("--patience", min=1, metavar="SECONDS", help="How long to wait for a step, or a start.")
     ] = 600.0,
     scratch: Annotated[
-        Path | None, typer.Option("--scratch", metavar="DIR", help="Work below this directory, not beside WHERE.")
+        Path | None, typer.Option("--scratch", metavar="DIR", help="Work in this directory, not next to WHERE.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave checkpoints, trails and the script's output.")] = False,
     json: options.Json = False,
@@ -57,12 +57,12 @@ def certify(  # noqa: PLR0917 - options; nobody passes them by position
     """Find out whether your own script resumes exactly.
 
     Runs the command for STEPS + MORE steps; runs it again, kills it with SIGKILL after a save at STEPS was committed;
-    and runs it once more, which must resume and go on. Then every leaf, plain value, random generator and position in
-    the data is compared after every step, on every rank of a job of several processes (torchrun). Where they differ, it
-    is run uninterrupted again, to tell a training that does not repeat itself from a resume that is not exact.
+    and runs it once more, which must resume and continue. Compares every leaf, plain value, random generator and
+    position in the data after every step, on every rank of a job of several processes (torchrun). If they differ, runs
+    it uninterrupted again, to tell a training that does not repeat itself from a resume that is not exact.
 
-    The script's Checkpointer gets a scratch place instead of WHERE. If the resume is exact, that is recorded in WHERE,
-    and checkpoints of the same script say `proven`. Nothing else that the script does is held back.
+    The script's Checkpointer gets a scratch directory instead of WHERE. If the resume is exact, records that in WHERE,
+    and checkpoints of the same script say `proven`. Whatever else the script does, it does.
     """
     from tenuto.certify.runner import Certifier
 
@@ -106,7 +106,7 @@ def _show(found: Certification) -> None:
         output.line("\nNot seen, so nothing is proven of:")
         output.line(output.rows([("-", one) for one in found.not_seen]))
     if found.unlogged:
-        output.line(f"\nNot logged in these {found.last} steps, though the script's policies go by it:")
+        output.line(f"\nNot logged in these {found.last} steps, though the script's policies use it:")
         output.line(output.rows([("-", f"{metric}, by {by}") for metric, by in found.unlogged.items()]))
 
 
@@ -132,11 +132,11 @@ def _headline(found: Certification) -> str:
     span = f"step {found.saved}, killed, resumed, step {found.last}"
     match found.verdict.kind:
         case "exact":
-            return f"EXACT: {span}: equal to a run that nobody interrupted, in every bit and after every step"
+            return f"EXACT: {span}: equal to an uninterrupted run, in every bit and after every step"
         case "inexact":
-            return f"NOT EXACT: {span}: not what a run that nobody interrupted does"
+            return f"NOT EXACT: {span}: not what an uninterrupted run does"
         case _:
-            return "NOT REPEATABLE: two runs that nobody interrupted differ, so no resume can be exact"
+            return "NOT REPEATABLE: two uninterrupted runs differ, so no resume can be exact"
 
 
 def _difference(difference: Difference, rank: int | None) -> Iterator[tuple[str, str]]:

@@ -47,9 +47,9 @@ def demo(  # noqa: PLR0917 - options; nobody passes them by position
     """Train a small GPT, kill it repeatedly, and compare.
 
     Trains on the sources of Python's own standard library, twice: once untouched, once killed with SIGKILL at random
-    moments, during saves and between them, and started again: from memory, where that run keeps every step beside its
-    saves to disk. Then compares both final states in every bit. Needs torch; takes about a minute on two cores. The
-    training script, to take home, is tenuto/demo/train_gpt.py.
+    moments, during saves and between them, and started again: from memory, where that run keeps every step in addition
+    to its saves to disk. Then compares both final states in every bit. Needs torch; takes about a minute on two cores.
+    The training script, for you to copy, is tenuto/demo/train_gpt.py.
     """
     from tenuto.demo import report, runner
 

@@ -98,7 +98,7 @@ def export(
 def _file(out: Path, entry: str | None, strip: str, include: Patterns | None, exclude: Patterns | None) -> Export:
     if entry is not None and (include or strip):
         raise UsageError(
-            "--entry chooses tensors and their names: it goes with neither --include nor --strip",
+            "--entry chooses tensors and their names: it cannot be combined with --include or --strip",
             subject="--entry",
             hint=f"leave them out, or write --include {entry} --strip {entry}/",
         )

@@ -31,12 +31,12 @@ def flush(
 ) -> None:
     """Write what dead processes left in memory to the store.
 
-    For a training with memory=, that is not to be started again here. The newest state becomes a checkpoint like any
-    other, of an attempt of its own; every byte is verified first. What several ranks have kept is written where all of
-    them have their images on this node. What is older than the store, or what training has
-    gone on from elsewhere since, is not written. `tenuto ls --memory` shows what there is.
+    For a training with memory= that you do not start again here. The newest state becomes a checkpoint like any other,
+    of an attempt of its own; every byte is verified first. It writes what several ranks have kept if all of them have
+    their images on this node. It does not write what is older than the store, or what training has resumed from
+    elsewhere since. `tenuto ls --memory` shows what there is.
 
-    Run it as the user that the training ran as: another user's images are not written, by root either.
+    Run it as the user that the training ran as: it does not write another user's images, for root either.
     """
     from tenuto.cli.views.memory_images import judged, report_hidden_users, table
     from tenuto.engine.memory_tier.listing import images_of_others

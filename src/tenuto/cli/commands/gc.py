@@ -50,8 +50,8 @@ def gc(
     """Free what is removed, aborted or was never finished.
 
     What is in the trash goes 25 h after it was removed, and can be brought back for the first 24 of them. What was
-    never finished goes 24 h after the first gc that finds it. With --now nothing waits. No checkpoint that `ls` lists
-    as whole is ever touched, nor what a living process is saving, nor anything that Tenuto did not write.
+    never finished goes 24 h after the first gc that finds it. With --now nothing waits. It never touches a checkpoint
+    that `ls` lists as whole, what a living process is saving, or anything that Tenuto did not write.
     """
     from tenuto.maintenance.gc import execute, plan_gc
     from tenuto.units import size

@@ -54,7 +54,7 @@ def keep(
 
     What any of the options keeps is kept; so is, always, the latest, the last one verified, and what a tag, a pin or
     another run needs. `tenuto undelete` brings the rest back for 24 h; with --now it is freed at once, and there is no
-    way back. A run that a process trains now is refused; its own `keep` does this after each save.
+    way back. Refuses a run that a process trains now: that training's `keep` does this after each save.
     """
     from tenuto.maintenance.retention import preview, retain
     from tenuto.units import count, size

@@ -74,10 +74,10 @@ def ls(
 ) -> None:
     """List runs and checkpoints, newest first.
 
-    "best" is by the metrics that the training's policies go by. "left behind" marks a checkpoint that does not lead to
-    the latest: training went back behind it. Damaged, aborted, removed and copied ones are marked as such.
+    "best" is by the metrics that the training's policies use. "left behind" marks a checkpoint that does not lead to
+    the latest: training went back to an earlier one. Damaged, aborted, removed and copied ones are marked as such.
 
-    Says which process trains a run now. Times are those of the machine that saved, in UTC. --step takes what stands
+    Says which process trains a run now. Times are those of the machine that saved, in UTC. --step takes what is listed
     under STEP, and ATTEMPT/STEP where several attempts have that step.
     """
     from tenuto.cli.views.run_listing import in_trash, listing

@@ -35,11 +35,11 @@ def replicate(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Copy packs to every place that is to hold them.
+    """Copy data files to every location that should have them.
 
-    For a repository that lies in several places. WHERE is its home. What lies only on this node's own disk comes to the
-    home; a mirror that was away gets what it lacks. Every byte is verified on the way. What goes wrong with one of them
-    keeps nothing from the others, and is in the exit status; so is a mirror that is not found.
+    For a repository in several locations. WHERE is its primary. Copies what lies only on this node's own disk to the
+    primary, and to a mirror that was away what it lacks. Verifies every byte on the way. A failure in one location does
+    not stop the others; the exit status reports it, and a mirror that is not found.
     """
     from tenuto.errors import StoreError
     from tenuto.events import Emitter
@@ -114,7 +114,7 @@ def _words(plan: ReplicatePlan) -> str:
     nodes = [place for place in plan.away if place.node]
     if plan.unfound:
         where = f"perhaps on {', '.join(map(str, nodes[:3]))}" if nodes else f"{plan.unfound[0]} the first"
-        lines.append(f"{count(len(plan.unfound), 'pack')} in no place that is found from here, {where}")
+        lines.append(f"{count(len(plan.unfound), 'data file')} in no location that can be reached from here, {where}")
     if not lines:
         lines.append("nothing to copy")
     return "\n".join(lines)
@@ -124,7 +124,7 @@ def _row(one: Copying) -> tuple[str, str]:
     from tenuto.units import count, size
 
     parts = [
-        f"{count(len(one.packs), 'pack')}, {size(one.bytes)}" if one.packs else "",
+        f"{count(len(one.packs), 'data file')}, {size(one.bytes)}" if one.packs else "",
         count(len(one.small), "small object") if one.small else "",
     ]
     return str(one.id) if one.id else "names", ", ".join(filter(None, parts))

@@ -29,7 +29,7 @@ def rm(
     *,
     run: options.Run = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also what the run would go on from, if nobody trains it now.")
+        bool, typer.Option("--force", help="Also what the run would resume from, if no process trains it.")
     ] = False,
     dry_run: options.DryRun = False,
     yes: options.Yes = False,
@@ -39,8 +39,8 @@ def rm(
     """Remove checkpoints.
 
     They go into the trash: `tenuto undelete` brings them back for 24 h, and the first `tenuto gc` after 25 h frees
-    their space; `tenuto gc --now` frees it at once. What a tag, a pin or a live run needs is refused, with the reason,
-    and then nothing is removed.
+    their space; `tenuto gc --now` frees it at once. If a tag, a pin or a live run needs one of them, it says so and
+    removes nothing.
     """
     from tenuto.maintenance.remove import execute, plan_remove
     from tenuto.units import count, size

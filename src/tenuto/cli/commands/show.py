@@ -112,7 +112,7 @@ def _check(where: str, path: str | None, rank: int | None, timing: bool, *, sect
     """Raises UsageError for options that do not go together."""
     if timing and (path is not None or sections):
         raise UsageError(
-            "--timing is about whole saves: it goes with neither PATH nor what else of a checkpoint is shown",
+            "--timing is about whole saves: it cannot be combined with PATH, --leaves, --certificate or --private",
             hint=typed("tenuto", "show", where, "--timing"),
         )
     if path is not None and sections and depth is None:
@@ -192,9 +192,9 @@ def _unusual(
     """Yields rows for what most checkpoints have not."""
     of = sum(len(index.packs) for index in loaded.indexes)
     for url, many in (_packs_by_place(repo, manifest, loaded) or {}).items():
-        yield "packs in", f"{url or 'no place that is found from here'}: {many} of {of}"
+        yield "data files in", f"{url or 'no location that can be reached from here'}: {many} of {of}"
     for name, by in _unlogged(manifest, metrics).items():
-        yield "not logged", f"{name}, which {by} goes by"
+        yield "not logged", f"{name}, which {by} uses"
 
 
 def _origin(manifest: Manifest) -> Iterator[tuple[str, str]]:

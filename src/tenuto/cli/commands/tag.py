@@ -30,7 +30,7 @@ def tag(
 ) -> None:
     """Give a checkpoint a name, which also keeps it.
 
-    It is kept as long as it has a tag, and a tag is taken wherever a step is expected. A tag that is on another
+    Retention keeps a checkpoint as long as it has a tag. A tag works wherever a step does. A tag that is on another
     checkpoint moves. Tags are the repository's, not a run's.
     """
     from tenuto.api.repository import Repository
@@ -42,7 +42,7 @@ def tag(
     if delete:
         if run is not None or step != "latest":
             raise UsageError(
-                "--delete takes a tag off whatever it is on: --run and --step say nothing beside it",
+                "--delete takes a tag off whatever it is on: --run and --step have no effect with it",
                 subject="--delete",
                 hint=typed("tenuto", "tag", where, name, "--delete"),
             )

@@ -54,7 +54,7 @@ def undelete(
             done = execute(repo, plan)
             back.append(done)
             verified = f"{size(plan.bytes)} verified"
-            unseen = f"{count(done.unseen, 'pack')} not looked at, on other nodes"
+            unseen = f"{count(done.unseen, 'data file')} not looked at, on other nodes"
             words = f"is back, {unseen if done.unseen else verified}"
         if not json:
             output.line(f"{plan.id} {words}")

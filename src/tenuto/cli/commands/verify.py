@@ -42,15 +42,15 @@ def verify(
         bool, typer.Option("--structure", help="Only that every object is there, with its length and header.")
     ] = False,
     note: Annotated[
-        bool, typer.Option("--note", help="Note the result beside each checkpoint; needs permission to write.")
+        bool, typer.Option("--note", help="Note the result with each checkpoint; needs permission to write.")
     ] = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Read every byte and compare it with what was saved.
 
-    Without --run and --step everything in the repository is looked at. What is damaged is named by leaf, object and
-    offset, and the exit status is 12.
+    Without --run and --step it reads everything in the repository. It names damage by leaf, object and offset, and
+    leaves with status 12.
     """
     from tenuto.events import Emitter
     from tenuto.maintenance.verify import execute, plan_verify
@@ -74,7 +74,7 @@ def verify(
     if unnoted is not None and report.ok and not json:
         raise unnoted
     if unnoted is not None:
-        output.story(f"warning: the result is not noted beside every checkpoint: {unnoted.message}")
+        output.story(f"warning: the result is not noted with every checkpoint: {unnoted.message}")
     if not report.ok:
         _hint(repo, report)
         raise typer.Exit(DAMAGED)
@@ -113,7 +113,7 @@ def _print(report: VerifyReport) -> None:
     many = count(len(report.checked), "checkpoint")
     read = f"{size(report.bytes_read)} read in {seconds(report.seconds)}"
     if report.ok and report.unseen:
-        unseen = count(report.unseen, "pack")
+        unseen = count(report.unseen, "data file")
         output.line(f"{many}: whole as far as found from here; {unseen} not looked at, on other nodes ({read})")
         return
     if report.ok:

@@ -17,7 +17,7 @@ from tenuto.cli.console.where import VARIABLE, with_place
 EXIT_CODES: Final[dict[int, str]] = {
     0: "done; for verify: everything read is whole",
     1: "something else went wrong",
-    2: "the command line makes no sense, or needs --yes",
+    2: "the command line is wrong, or needs --yes",
     3: "an optional package or this platform lacks what is needed",
     4: "the state cannot be represented in what was asked for",
     10: "no Tenuto repository is there, or it cannot be used",
@@ -27,13 +27,13 @@ EXIT_CODES: Final[dict[int, str]] = {
     14: "written by a newer version of Tenuto",
     15: "a save failed",
     16: "not removed: something still needs it",
-    17: "a wait came to its deadline",
+    17: "a wait reached its deadline",
     18: "the store failed (input/output, permission)",
     19: "the store is full",
     20: "certify: the resume is not exact",
     21: "certify: the training does not repeat itself",
     22: "the training script failed, or cannot be certified",
-    23: "the processes of the job did not come to one answer",
+    23: "the processes of the job did not agree",
     130: "interrupted",
 }
 

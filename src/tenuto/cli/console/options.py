@@ -57,7 +57,7 @@ def grace_seconds(hours: float) -> float:
     """Returns --grace in seconds. Raises UsageError for infinities and NaN, which the minimum does not reject."""
     seconds = hours * 3600.0
     if not math.isfinite(seconds):
-        raise UsageError(f"--grace {hours:g} is no duration that can pass", subject="--grace", hint="--grace 24")
+        raise UsageError(f"--grace {hours:g} is not a duration that can pass", subject="--grace", hint="--grace 24")
     return seconds
 
 

@@ -77,7 +77,7 @@ class Export(ABC):
             raise (StoreFull if full else StoreError)(
                 f"{self.out} cannot be written: {error.strerror or error}",
                 subject=str(self.out),
-                hint="make room there, or write to another place" if full else look,
+                hint="make room there, or write elsewhere" if full else look,
             ) from error
 
     def _open(self) -> int:

@@ -52,7 +52,7 @@ def _judge(found: FoundImage, repo: Repo | str | None) -> Verdict:
 
     why = unfit(found)
     if found.slot.user is not None:
-        return why or f"for user {user_name(found.user)} to go on from, or to flush"
+        return why or f"for user {user_name(found.user)} to resume from, or to flush"
     if why or repo is None:
         return why
     return repo if isinstance(repo, str) else judge_found(repo, found)
@@ -68,8 +68,8 @@ def _reached(where: str, repository: str) -> Repo | str:
     try:
         repo = Repo.open(open_store(where))
     except TenutoError as error:
-        return f"its repository cannot be asked: {error.message}"
-    return repo if repo.id == repository else f"the repository at {where} is another one by now"
+        return f"its repository cannot be read: {error.message}"
+    return repo if repo.id == repository else f"the repository at {where} is another one now"
 
 
 def words(found: FoundImage, verdict: Verdict, rows: Rows) -> str:
@@ -82,9 +82,9 @@ def words(found: FoundImage, verdict: Verdict, rows: Rows) -> str:
         return "it is durable, too"
     others = lacking(found, [one for one, _ in rows if not one.alive and one.user == found.user])
     if not others:
-        return "a restart goes on from it"
+        return "a restart resumes from it"
     which = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(map(str, others[:8]))} have"
-    return f"a restart goes on from it where {which} it too: not here"
+    return f"a restart resumes from it where {which} it too: not here"
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def report_hidden_users(hidden: OtherUsers) -> None:
         output.story(why)
     if hidden.closed:
         output.story(
-            f"not looked into: what {count(hidden.closed, 'other user')} may have in memory; ask as that user, or root"
+            f"not shown: what {count(hidden.closed, 'other user')} may have in memory; ask as that user, or root"
         )
 
 

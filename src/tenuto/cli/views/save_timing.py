@@ -22,11 +22,11 @@ KEY = "timing"
 PAGE = 20
 """How many checkpoints are shown; --json has all."""
 MEANING: Final[Mapping[str, str]] = {
-    "BLOCKED": "how long training stood still: WAITED, COPY, FENCE, and looking at the state",
+    "BLOCKED": "how long training was blocked: WAITED, COPY, FENCE, and looking at the state",
     "WAITED": "until the save before was written",
     "COPY": "of the state into memory",
     "FENCE": "updates that waited for a copy still being made",
-    "BACKGROUND": "copying while training went on",
+    "BACKGROUND": "copying while training continued",
     "DIGEST": "digests, in the background",
     "WRITE": "writing and flushing, in the background",
     "SPEED": "SIZE in the time of WRITE",
@@ -85,7 +85,7 @@ def show_timing(repo: Repo, run: str, only: CheckpointId | None, *, json: bool) 
         for text in slowest_lines(last.ranks):
             output.line(text)
     if all(row.timing is None for row in rows):
-        output.story("none of them says where the time of its save went")
+        output.story("none of them records the timing of its save")
 
 
 def _row(repo: Repo, id: CheckpointId) -> TimingRow | None:

@@ -85,7 +85,7 @@ def parts_json(parts: Sequence[LeafPart]) -> list[dict[str, Any]]:
 def print_ranks(checkpoint: Contents) -> None:
     """Prints what each rank has saved."""
     output.line("\nranks")
-    titles = ("RANK", "SIZE", "PACKS", "PARTS", "PRIVATE")
+    titles = ("RANK", "SIZE", "FILES", "PARTS", "PRIVATE")
     table = Columns(titles, right=frozenset(titles))
     for index in checkpoint.indexes[:SHOWN]:
         own = len(checkpoint.private(index))

@@ -425,7 +425,7 @@ class Fence:
             self._judge_again()
         elif not (self._copied.wait(DEADLINE_S) and (self._choice.late or self.at_rest(DEADLINE_S))):
             self.give_up()
-            self._observer.ended(TimeoutError(f"the copy beside training did not end within {DEADLINE_S:g} s"))
+            self._observer.ended(TimeoutError(f"the copy in the background did not end within {DEADLINE_S:g} s"))
 
     def _check_versions(self) -> None:
         """Reports leaves that were changed after they were copied, which did no harm this time."""

@@ -192,7 +192,7 @@ class JobGroup:
     def _assign_places(self, members: Sequence[str], where: ReplicatedStore) -> None:
         """Makes the lowest rank of each node maintain that node's directory. Raises RanksDisagree, on all ranks, where
         the places of a mirror are not the same for all."""
-        phase, per_node = "telling in which places packs are kept", where.declared.per_node
+        phase, per_node = "exchanging the locations of data files", where.declared.per_node
         with self.agreement.round("members") as round:
             round.send(" ".join(members or ["-"]).encode())
             if self.coordinates:
@@ -207,9 +207,9 @@ class JobGroup:
             self.leads = round.own_reply() == b"leads"
         if not same:
             raise RanksDisagree(
-                f"the places of {where.url} are not the same for all ranks",
+                f"the locations of {where.url} are not the same for all ranks",
                 subject=where.url,
-                hint="give places that all ranks share, by one path each; a directory of each node's own is PerNode's",
+                hint="give locations that all ranks share, by one path each; PerNode takes one of each node's own",
                 phase=phase,
             )
 
@@ -278,7 +278,7 @@ class JobGroup:
         if not verdict:
             reasons = "; ".join(f"rank {rank}, {reason}" for rank, reason in sorted(verdict.reasons.items())[:8])
             raise RanksDisagree(
-                f"{place} is not one place for all ranks ({reasons})",
+                f"{place} is not one location for all ranks ({reasons})",
                 subject=place,
                 hint=SHARE_ONE_PLACE,
                 ranks=tuple(sorted(verdict.reasons)),
@@ -365,7 +365,7 @@ class JobGroup:
             with self.agreement.round("end") as round:
                 round.all_gather(b"", RESTORE_TIMES * self.timeout_s, phase)
         except RankStoreLost as error:  # it may go with the first rank that is done
-            self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
+            self._emitter.emit(Warned(f"not all ranks have reached the end: {error.message}", self._run))
 
     def farewell(self, timeout: float) -> None:
         """Waits, once, until all ranks have come to the end or it is clear that some will not."""
@@ -376,7 +376,7 @@ class JobGroup:
                     round.all_gather(b"", min(timeout, self.timeout_s, FAREWELL_S), "the end of training")
             except RanksError as error:
                 self._gone = self._gone or error.message
-                self._emitter.emit(Warned(f"not all ranks have come to the end: {error.message}", self._run))
+                self._emitter.emit(Warned(f"not all ranks have reached the end: {error.message}", self._run))
 
 
 def _are_alike(members: Sequence[bytes]) -> bool:

@@ -312,7 +312,7 @@ class GroupRestore:
         with self._open_round() as round:
             self.raised_by_all = True
             reason = "" if own is None else _reason(own)
-            verdict = round.vote(own is None, reason, self._deadline_s, f"handing on packs of {id}")
+            verdict = round.vote(own is None, reason, self._deadline_s, f"sharing data files of {id}")
         self._check(verdict, own, id)
         self.raised_by_all = False
         handed.await_visible(id)

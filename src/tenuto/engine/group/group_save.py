@@ -389,9 +389,9 @@ class GroupCommit:
                 assert plan is not None, "planned before"
                 check_replicas(plan.held, plan.replicas, plan.compared(under.all_replicas), digests)
                 raise ShardMismatch(
-                    f"{save.id}: what several ranks hold alike was not the same on all of them, and is now",
+                    f"{save.id}: replicas differed between ranks, and are equal now",
                     subject=str(save.id),
-                    hint="something writes to the state while it is saved: save where training stands still",
+                    hint="something writes to the state while it is saved: save where training does not change it",
                 )
             round.receive(self._deadline_s, phase(round, save))
 

@@ -63,7 +63,7 @@ class LackedRanges:
     def decode(cls, data: bytes) -> LackedRanges:
         """Raises CorruptionError for what no rank of this version sends."""
         name = "what a rank lacks"
-        columns = decode_columns(data, _KINDS, narrow=True, name=name, what="ranges of packs")
+        columns = decode_columns(data, _KINDS, narrow=True, name=name, what="ranges of data files")
         pack, low, high = (columns[column].astype(np.int64) for column, _, _ in _KINDS[:3])
         return cls([str(one) for one in decode_json(columns, "names", name)], PackRanges(pack, low, high))
 
@@ -182,8 +182,8 @@ class HandOver:
         copies = ours.copies(self._token)
         copy_packs(self._repo, manifest, copies, self._places.home, lambda _, nbytes: put.append(nbytes))
         self._places.warn(
-            f"{size(sum(put))} of {count(len(put), 'pack')} of {manifest.id} are put into {self._places.url} while "
-            "ranks restore that do not find them"
+            f"{size(sum(put))} of {count(len(put), 'data file')} of {manifest.id} are put into {self._places.url} "
+            "while ranks restore that do not find them"
         )
 
     def await_visible(self, id: CheckpointId) -> None:

@@ -306,7 +306,7 @@ class WriteAssignment:
             axes, leaves = int(head["axes"]), int(head["leaves"])
             self.fingerprint = str(head["fingerprint"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptionError(f"{name} is none: {error}", subject=name) from None
+            raise CorruptionError(f"{name} is not a plan: {error}", subject=name) from None
         shared = shared_rows(flattened)
         rows, numbers = columns["row"].tolist(), columns["numbers"].astype(np.int64)
         compare = columns["compare"].astype(np.int64)

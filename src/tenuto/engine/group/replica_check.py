@@ -136,7 +136,7 @@ def check_replicas(held: Holdings, groups: ReplicaGroups, lines: Column, digests
 def _read(digests: Sequence[bytes], count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     found = np.frombuffer(b"".join(digests), np.uint8)
     if len(found) != count * DIGEST_BYTES:
-        raise ShardMismatch(f"the ranks tell {len(found)} bytes of digests where {count} digests are compared")
+        raise ShardMismatch(f"the ranks send {len(found)} bytes of digests where {count} digests are compared")
     return found.reshape(-1, DIGEST_BYTES)
 
 

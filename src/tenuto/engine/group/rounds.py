@@ -92,7 +92,7 @@ class SaveRounds:
             raise SaveFailed(
                 f"{save.id} was not saved: the structure of the state has changed on some ranks and not on others",
                 subject=str(save.id),
-                hint="the next save is planned anew; save at the same steps on all ranks",
+                hint="the next save is planned again; save at the same steps on all ranks",
             )
         if message.kind == REFUSED:
             self.refused_through = max(self.refused_through, int(message.head["through"]))

@@ -87,9 +87,9 @@ def _on_the_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: S
     if committed and id.step <= committed[0]:
         return f"step {committed[0]} of attempt {number} is durable"
     if base.run == run and id.step <= base.step:
-        return f"it is no newer than step {base.step}, which attempt {number} went on from"
+        return f"it is no newer than step {base.step}, which attempt {number} resumed from"
     if not repo.exists(base):
-        return f"checkpoint {base}, which it went on from, has been removed"
+        return f"checkpoint {base}, which it resumed from, has been removed"
     return EligibleImage(base, durable=False)
 
 
@@ -113,7 +113,7 @@ def _left_behind(repo: Repo, run: str, later: int, base: CheckpointId | None) ->
         return f"attempt {later} has gone further, to step {committed[0]}"
     if record is None or record.parent is None or record.parent == base:
         return ""
-    return f"attempt {later} went on from {record.parent}"
+    return f"attempt {later} resumed from {record.parent}"
 
 
 def _save_id(repo: Repo, id: CheckpointId) -> str | None:

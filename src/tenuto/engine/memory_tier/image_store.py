@@ -64,7 +64,7 @@ def open_image(descriptor: int, name: str, *, chunk_bytes: int, mapped: memoryvi
     number, footer = found
     status = os.fstat(descriptor)
     if footer.image % ALIGNMENT or footer.length + ROOM > status.st_size or status.st_blocks * 512 < status.st_size:
-        raise CorruptionError(f"{name}: its seal speaks of more than the file has", subject=name)
+        raise CorruptionError(f"{name}: its seal describes more than the file has", subject=name)
     if mapped is not None and len(mapped) == status.st_size:
         return Image(_read(_parts(mapped, footer, name), footer, name, chunk_bytes), footer, number, None)
     mapping = _mapped(descriptor, status.st_size)

@@ -152,7 +152,7 @@ def shortage(error: OSError) -> str:
     free = memory_headroom()
     if free is not None:
         facts.append(f"{free >> 20} MiB of memory may still be used here")
-    return f"{'; '.join(facts)}; saves to the store go on. To have it: {ADVICE}"
+    return f"{'; '.join(facts)}; saves to the store continue. To have it: {ADVICE}"
 
 
 def free_room(own: Collection[Slot], emitter: Emitter, error: OSError) -> bool:

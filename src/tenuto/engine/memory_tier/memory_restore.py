@@ -258,7 +258,7 @@ class CommonImages:
                     raise NothingRestorable(
                         f"{id} in memory was whole when it was looked at, and could not be read then",
                         subject=str(id),
-                        hint=f"{typed('tenuto', 'memory', 'clear', self._repo.url)}, and start anew; "
+                        hint=f"{typed('tenuto', 'memory', 'clear', self._repo.url)}, and start again; "
                         "look at the memory of this machine",
                     )
                 return None
@@ -295,14 +295,14 @@ class CommonImages:
         crashpoint("memory image looked into, not yet voted for")
         with self._open_round() as round:
             could = own is None and not reason
-            verdict = round.vote(could, reason, self._deadline_s, f"going on from {id} in memory")
+            verdict = round.vote(could, reason, self._deadline_s, f"resuming from {id} in memory")
         if own is not None and _is_unfit(own):
             raise own
         for rank, reason in sorted(verdict.reasons.items()):
             if reason.startswith(UNFIT):
-                phase = "going on from memory"
+                phase = "resuming from memory"
                 raise RankFailed(
-                    f"rank {rank} cannot go on from {id} in memory: {reason.removeprefix(UNFIT)}",
+                    f"rank {rank} cannot resume from {id} in memory: {reason.removeprefix(UNFIT)}",
                     subject=f"rank {rank}",
                     ranks=(rank,),
                     phase=phase,

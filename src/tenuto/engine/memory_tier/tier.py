@@ -233,7 +233,7 @@ class MemoryTier:
         with file.descriptor() as descriptor:
             image = open_image(descriptor, file.name, chunk_bytes=self._repo.chunk_bytes, mapped=file.map_whole())
         if image is None or image.footer != candidate.footer:
-            raise CorruptionError(f"{file.name} is no longer what it was", subject=file.name)
+            raise CorruptionError(f"{file.name} has changed", subject=file.name)
         return image
 
     def take_over(self, candidate: Candidate | None) -> None:

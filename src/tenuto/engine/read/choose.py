@@ -193,7 +193,7 @@ def choose(
         )
     if stranded is not None:
         raise NothingRestorable(
-            f"the last attempt of run {run!r} went on from a checkpoint that is gone, so `latest` means nothing; "
+            f"the last attempt of run {run!r} resumed from a checkpoint that is gone, so `latest` means nothing; "
             f"there are others, such as {stranded}",
             subject=run,
             hint=f"name one: step={stranded.step}, or resume_from={stranded.step}; "
@@ -399,7 +399,7 @@ class Restored:
     @property
     def verdict(self) -> Exactness | None:
         """Whether a resume from it is exact: "proven" by `tenuto certify`, "no known gap", "unknown" or "not exact".
-        None where nothing says, as of what `tenuto.save` has saved."""
+        None where the checkpoint does not say, as after `tenuto.save`."""
         return exactness(self.certificate)
 
     @property

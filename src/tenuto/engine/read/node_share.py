@@ -386,7 +386,7 @@ class NodeSharedReads:
         self._warn(why)
 
     def _warn(self, why: str) -> None:
-        self._emitter.emit(Warned(f"this rank reads for itself what other ranks of its node read too: {why}"))
+        self._emitter.emit(Warned(f"this rank reads by itself what other ranks of its node also read: {why}"))
 
 
 class _SharedPack(OpenPack):

@@ -101,7 +101,7 @@ class FencedCapture:
             return
         if not current.at_rest(DEADLINE_S):
             raise DeadlineExceeded(
-                f"the copy beside training of the save before has not ended within {DEADLINE_S:g} s",
+                f"the background copy of the save before has not ended within {DEADLINE_S:g} s",
                 hint='capture="eager" copies before save() returns',
             )
         current.settle()
@@ -176,7 +176,7 @@ class FencedCapture:
         for message in pending[:WARNINGS]:
             self._warn(message)
         if len(pending) > WARNINGS:
-            self._warn(f"{len(pending) - WARNINGS} more leaves are captured eagerly from now on, as events tell")
+            self._warn(f"{len(pending) - WARNINGS} more leaves are captured eagerly from now on, as events say")
 
     def compared(self, choice: CaptureChoice) -> None:
         with self.lock:
@@ -232,13 +232,13 @@ class _Watch:
     def given_up(self) -> None:
         """Fails the capture for those that wait for the rest of it: nobody copies any more."""
         if not self._ended:
-            message = f"the capture of {self._save.id} beside training was given up"
+            message = f"the capture of {self._save.id} in the background was given up"
             self._filling.fail(SaveFailed(message, subject=str(self._save.id)))
 
     def ended(self, failure: BaseException | None) -> None:
         self._ended = True
         if failure is not None:
-            message = f"the capture of {self._save.id} beside training broke off: {failure!r}"
+            message = f"the capture of {self._save.id} in the background failed: {failure!r}"
             self._filling.fail(SaveFailed(message, subject=str(self._save.id)))
             self._fencing.warn_once(message)
         elif self._torn is not None:

@@ -102,9 +102,9 @@ for it without a timeout fails then."""
 
 
 class Save:
-    """One save, from the decision to its end. May be asked from any thread.
+    """One save, from the decision to its end. Any thread may use it.
 
-    `stall_s` is how long the training thread was held by the capture, `fence_s` how long an update then waited for a
+    `stall_s` is for how long the capture blocked the training thread, `fence_s` how long an update then waited for a
     fenced one; `seconds` how long it took to be written; `bytes` what the image holds.
     """
 
@@ -220,8 +220,8 @@ class Save:
         return self.id
 
     def join(self, timeout: float | None = None) -> bool:
-        """Whether it has ended, well or not, within `timeout` seconds; without one, before it stood still for ten
-        minutes."""
+        """Whether it has ended, well or not, within `timeout` seconds; without one, until it has made no progress for
+        ten minutes."""
         self.hasten()
         if timeout is not None:
             return self._ended.wait(timeout)

@@ -257,7 +257,7 @@ def acquire(
     Files of dead owners are removed first. Raises UsageError for names that cannot be file names.
     """
     if not _REPOSITORY.fullmatch(repository):
-        raise UsageError(f"{repository!r} is no repository id", subject=repository)
+        raise UsageError(f"{repository!r} is not a repository id", subject=repository)
     length = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
     place = Slot(slots.SHARED_MEMORY, f"{repository}/{run_key(run)}", f"{rank}-{slot}")
     memory, taken, note = None, None, ""

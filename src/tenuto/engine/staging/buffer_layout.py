@@ -203,7 +203,7 @@ def _template(parts: list[str]) -> bytes:
 
 def _save_id(save_id: str) -> bytes:
     if len(save_id) != SAVE_ID_CHARACTERS or not save_id.isascii() or not save_id.isalnum():
-        raise UsageError(f"{save_id!r} is no save id: {SAVE_ID_CHARACTERS} letters and digits", subject=save_id)
+        raise UsageError(f"{save_id!r} is not a save id: {SAVE_ID_CHARACTERS} letters and digits", subject=save_id)
     return save_id.encode("ascii")
 
 

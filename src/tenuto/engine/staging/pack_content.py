@@ -126,7 +126,7 @@ class PackContent:
             raise SaveFailed(
                 f"{self._plan.name} would have to be written again, and its beginning has left memory",
                 subject=self._plan.name,
-                hint="the next save starts afresh; with memory for the whole image (memory_budget=) a save can go on",
+                hint="the next save starts again; with memory for the whole image (memory_budget=) a save can continue",
             )
         window = self._filling.window
         largest = LAST_PIECE_BYTES if window is None else min(LAST_PIECE_BYTES, window // 4)

@@ -318,7 +318,7 @@ def other_users(root: str) -> OtherUsers:
         try:
             status = os.stat(place, follow_symlinks=False)
             if not stat.S_ISDIR(status.st_mode) or not _is_private(status, user):
-                refused.append(f"{place} is passed over: it is no directory, another user's, or open to others")
+                refused.append(f"{place} is passed over: it is not a directory, another user's, or open to others")
             elif user != os.geteuid():
                 with directory(root, user=user):
                     users.append(user)
@@ -362,7 +362,7 @@ def _open_own(name: str, above: int, root: str) -> int:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.ENOTDIR, errno.ELOOP):
             raise
-        message = f"{root}/…/{name} is no directory of this user's ({error.strerror})"
+        message = f"{root}/…/{name} is not a directory of this user's ({error.strerror})"
         raise PermissionError(errno.EPERM, message) from error
 
 

@@ -71,7 +71,7 @@ def _optimizers_left_out(state: Mapping[str, Any]) -> Iterator[str]:
                 if attribute not in ("_parameters", "_buffers", "_modules") and any(
                     id(optimizer) not in covered for optimizer in _optimizers(value)
                 ):
-                    yield f"{name}: its optimizer {name}.{attribute} is no entry of the state, and is not saved"
+                    yield f"{name}: its optimizer {name}.{attribute} is not an entry of the state, and is not saved"
 
 
 def _optimizers(value: Any, depth: int = 0) -> Iterator[torch.optim.Optimizer]:
@@ -118,7 +118,7 @@ def _unsaved(state: Mapping[str, Any]) -> Iterator[str]:
             continue
         if _lays_buckets_anew(module):
             yield (
-                f"{name}: DistributedDataParallel lays gradients into buckets anew after a process's first step, so "
+                f"{name}: DistributedDataParallel puts gradients into other buckets after a process's first step, so "
                 "sums over more than two ranks add up in another order in it (find_unused_parameters=True keeps one)"
             )
         apart = _apart.get(module)

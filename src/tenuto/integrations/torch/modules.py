@@ -243,7 +243,7 @@ def is_plain(module: nn.Module) -> bool:
 def _from_state_dict(module: nn.Module, path: str) -> tuple[list[ModuleEntry], Mapping[str, Any]]:
     state = module.state_dict()
     if not isinstance(state, Mapping):
-        raise StateError(f"{path or ROOT}: state_dict() of {type_name(type(module))} is no mapping", subject=path)
+        raise StateError(f"{path or ROOT}: state_dict() of {type_name(type(module))} is not a mapping", subject=path)
     by_raw, by_name = {}, {}
     for raw, name, tensor, persistent in own_tensors(module):
         if persistent:
@@ -262,7 +262,7 @@ def _from_state_dict(module: nn.Module, path: str) -> tuple[list[ModuleEntry], M
 
 def _canonical(key: Any, prefixes: list[tuple[str, str]]) -> str:
     if not isinstance(key, str):
-        raise StateError(f"a module's state_dict() has the key {key!r}, which is no string", subject=repr(key))
+        raise StateError(f"a module's state_dict() has the key {key!r}, which is not a string", subject=repr(key))
     return next(canonical + key[len(raw) :] for raw, canonical in prefixes if key.startswith(raw))
 
 
@@ -290,7 +290,7 @@ def _refuse_engine(module: nn.Module, path: str) -> None:
         raise StateError(
             f"{path or ROOT}: the state_dict() of a DeepSpeedEngine has the weights alone, and not its optimizer",
             subject=path,
-            hint="pass engine.module, and beside it, as tenuto.per_rank(…), an object with the state_dict and "
+            hint="pass engine.module, and with it, as tenuto.per_rank(…), an object with the state_dict and "
             "load_state_dict of engine.optimizer",
         )
 

@@ -97,4 +97,4 @@ def _set(setter: Any, saved: Any, path: str) -> None:
     try:
         setter(torch.as_tensor(saved, dtype=torch.uint8, device="cpu").contiguous())
     except (RuntimeError, TypeError, ValueError) as error:
-        raise StateMismatch(f"{path} is no state of this generator: {error}", subject=path) from error
+        raise StateMismatch(f"{path} is not a state of this generator: {error}", subject=path) from error

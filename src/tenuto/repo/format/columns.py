@@ -73,7 +73,7 @@ def decode_columns(
         entry = header[column]
         narrower = narrow and entry.code in _WIDTHS and _WIDTHS[entry.code][1] < _WIDTHS[widest][1]
         if (entry.code != widest and not narrower) or len(entry.shape) != 1:
-            raise CorruptionError(f"{name}: the column {column!r} is no row of {widest}", subject=name)
+            raise CorruptionError(f"{name}: the column {column!r} is not a row of {widest}", subject=name)
         kind = _WIDTHS[entry.code][0]
         columns[column] = np.frombuffer(data, dtype=kind, count=entry.shape[0], offset=entry.start)
     return columns

@@ -361,7 +361,7 @@ def _read(data: bytes, name: str, rank: int, repository: str) -> tuple[dict[str,
 def _read_head(columns: dict[str, Array], name: str, rank: int, repository: str) -> Fields:
     values = decode_json(columns, "head", name)
     if not isinstance(values, dict):
-        raise CorruptionError(f"{name}: the column 'head' is no object", subject=name)
+        raise CorruptionError(f"{name}: the column 'head' is not an object", subject=name)
     head = Fields(values, name)
     check_format(head)
     if head.text("kind") != "index" or head.text("path") != name or head.whole("rank") != rank:
@@ -374,16 +374,16 @@ def _paths(tree: Json, what: str, head: Fields) -> list[str]:
     try:
         return list(leaf_paths(tree))
     except (CorruptionError, StateError, KeyError, TypeError, RecursionError) as error:
-        raise head.refuse(f"{what} is none that a save can have written: {error}") from None
+        raise head.refuse(f"{what} is not what a save writes: {error}") from None
 
 
 def _packs(head: Fields) -> tuple[PackEntry, ...]:
     rows = head.sequence("packs")
     if len(rows) > MAX_PACKS:
-        raise head.refuse(f"names {len(rows)} packs")
+        raise head.refuse(f"names {len(rows)} data files")
     packs = []
     for row in rows:
-        inner = head.inner(row, "a pack entry")
+        inner = head.inner(row, "a data file's entry")
         length = inner.whole("length", minimum=8)
         packs.append(
             PackEntry(
@@ -394,7 +394,7 @@ def _packs(head: Fields) -> tuple[PackEntry, ...]:
             )
         )
     if len({pack.name for pack in packs}) != len(packs):
-        raise head.refuse("names a pack twice")
+        raise head.refuse("names a data file twice")
     return tuple(packs)
 
 
@@ -455,7 +455,7 @@ def _parts(columns: dict[str, Array], head: Fields, dims: Array, shared: int) ->
 def _check_rows(head: Fields, packs: tuple[PackEntry, ...], pack: Array, offset: Array, length: Array) -> None:
     """Checks that the rows of each pack follow its header and each other without gap or overlap, to its last byte."""
     if pack.size and int(pack.max()) >= len(packs):
-        raise head.refuse("a row lies in a pack that the index does not list")
+        raise head.refuse("a row lies in a data file that the index does not list")
     order = np.lexsort((length, offset, pack))
     pack, offset, length = pack[order], offset[order], length[order]
     starts = np.searchsorted(pack, np.arange(len(packs) + 1))
@@ -471,7 +471,7 @@ def _chunks(columns: dict[str, Array], head: Fields, length: Array, chunk_bytes:
     """Returns chunk_start and the digests, checked to be one per chunk of each leaf."""
     flat = columns["digests"]
     if flat.size % 16:
-        raise head.refuse("the digests are no whole number of 16 bytes")
+        raise head.refuse("the digests are not a multiple of 16 bytes")
     bounds = _ends(columns, "digests.ends", flat.size // 16, head)
     if not np.array_equal(np.diff(bounds), chunk_counts(length, chunk_bytes)):
         raise head.refuse("a leaf does not have one digest for each of its chunks")

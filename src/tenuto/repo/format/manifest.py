@@ -155,7 +155,7 @@ def _metrics(found: Fields) -> dict[str, float]:
     try:
         return {name: float(untag_number(value)) for name, value in found.mapping("metrics").items()}
     except (CorruptionError, OverflowError) as error:
-        raise found.refuse(f"a metric is no number: {error}") from None
+        raise found.refuse(f"a metric is not a number: {error}") from None
 
 
 def _read_entry(found: Fields, value: Json) -> IndexEntry:

@@ -35,7 +35,7 @@ def decode(kind: str, name: str, data: bytes, repository: str | None) -> Fields:
     check_format(found)
     if found.values.get("path") != name:
         copied = Origin(str(found.values.get("path")), repository or "")
-        raise CorruptionError(f"{name} {copied.words(repository)}, not an object of this place", subject=name)
+        raise CorruptionError(f"{name} {copied.words(repository)}, not an object of this location", subject=name)
     if repository is not None:
         check_repository(found, repository)
     if found.values.get("kind") != kind:
@@ -142,11 +142,11 @@ class Fields:
     def _get(self, key: str, kind: type, what: str) -> Any:
         value = self.values.get(key)
         if type(value) is not kind:
-            raise self.refuse(f"{key!r} is no {what}")
+            raise self.refuse(f"{key!r} is not {what}")
         return value
 
     def text(self, key: str, *, limit: int = 4096) -> str:
-        value: str = self._get(key, str, "string")
+        value: str = self._get(key, str, "a string")
         if len(value) > limit:
             raise self.refuse(f"{key!r} is longer than {limit} characters")
         return value
@@ -158,26 +158,26 @@ class Fields:
         return value
 
     def whole(self, key: str, *, minimum: int = 0, maximum: int = canonical_json.MAX_INTEGER) -> int:
-        value: int = self._get(key, int, "whole number")
+        value: int = self._get(key, int, "a whole number")
         if not minimum <= value <= maximum:
             raise self.refuse(f"{key!r} is {value}, which is not within {minimum} and {maximum}")
         return value
 
     def flag(self, key: str) -> bool:
-        return bool(self._get(key, bool, "truth value"))
+        return bool(self._get(key, bool, "a truth value"))
 
     def mapping(self, key: str) -> dict[str, Json]:
-        found: dict[str, Json] = self._get(key, dict, "object")
+        found: dict[str, Json] = self._get(key, dict, "an object")
         return found
 
     def sequence(self, key: str) -> list[Json]:
-        found: list[Json] = self._get(key, list, "list")
+        found: list[Json] = self._get(key, list, "a list")
         return found
 
     def inner(self, value: Json, what: str) -> Fields:
         """Returns the fields of an object inside this one."""
         if not isinstance(value, dict):
-            raise self.refuse(f"{what} is no object")
+            raise self.refuse(f"{what} is not an object")
         return Fields(value, self.name)
 
     def checkpoint(self, key: str) -> CheckpointId | None:
@@ -188,7 +188,7 @@ class Fields:
         try:
             return CheckpointId(inner.text("run"), inner.whole("attempt", minimum=1), inner.whole("step"))
         except UsageError as error:
-            raise self.refuse(f"{key!r} is no checkpoint: {error.message}") from None
+            raise self.refuse(f"{key!r} is not a checkpoint: {error.message}") from None
 
 
 def checkpoint_json(id: CheckpointId | None) -> Json:

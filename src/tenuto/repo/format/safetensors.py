@@ -149,7 +149,7 @@ class _Parser:
 
     def parse(self) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
         if not self.text.startswith("{"):
-            self.refuse("the header is no JSON object")
+            self.refuse("the header is not a JSON object")
         self.at = 1
         self.space()
         if self.text[self.at : self.at + 1] == "}":
@@ -160,7 +160,7 @@ class _Parser:
                 self.space()
                 self.member()
         if self.text[self.at :].strip(" "):
-            self.refuse("the header goes on after its end")
+            self.refuse("the header continues after its end")
         return self.entries, self.metadata or {}
 
     def member(self) -> None:
@@ -213,7 +213,7 @@ class _Parser:
         # The match stops at the first brace, so nothing nested is ever built.
         found = _ENTRY.match(self.text, self.at, self.at + _MAX_ENTRY)
         if not found:
-            self.refuse(f"the entry of {key!r} is no flat object of at most {_MAX_ENTRY} characters")
+            self.refuse(f"the entry of {key!r} is not a flat object of at most {_MAX_ENTRY} characters")
         try:
             fields = json.loads(found[0], object_pairs_hook=list, parse_constant=_no_constant, parse_float=_no_constant)
         except (ValueError, RecursionError) as error:
@@ -225,9 +225,9 @@ class _Parser:
         if not isinstance(code, str) or code not in SIZES:
             self.refuse(f"the entry of {key!r} has the dtype {code!r}, which is not known")
         if not _whole_numbers(shape):
-            self.refuse(f"the entry of {key!r} has a shape that is no list of sizes")
+            self.refuse(f"the entry of {key!r} has a shape that is not a list of sizes")
         if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            self.refuse(f"the entry of {key!r} has data_offsets that are no begin and end")
+            self.refuse(f"the entry of {key!r} has data_offsets that are not a begin and an end")
         nbytes = SIZES[code] * _product(shape, _MAX_FILE)
         if nbytes > _MAX_FILE:
             self.refuse(f"the entry of {key!r} has a shape of more than 2^63 bytes")
@@ -253,7 +253,7 @@ def _check_cover(entries: Mapping[str, HeaderEntry], name: str, length: int, tot
 
 
 def _no_constant(literal: str) -> NoReturn:
-    raise ValueError(f"{literal} is no whole number")
+    raise ValueError(f"{literal} is not a whole number")
 
 
 def _whole_numbers(value: Any) -> bool:

@@ -137,7 +137,7 @@ def decode_boxes(data: bytes, *, id: CheckpointId, save_id: str, ranks: int, lea
     columns = decode_columns(data, COLUMNS, narrow=True, name=name, what="a table of parts")
     values = decode_json(columns, "head", name)
     if not isinstance(values, dict):
-        raise CorruptionError(f"{name}: the column 'head' is no object", subject=name)
+        raise CorruptionError(f"{name}: the column 'head' is not an object", subject=name)
     head = Fields(values, name)
     check_format(head)
     if (head.text("kind"), head.text("path"), head.hex("save_id", 32)) != ("boxes", name, save_id):
@@ -211,7 +211,7 @@ def check_sizes(table: BoxTable, manifest: Manifest, paths: Sequence[str]) -> No
     items, whole = _volumes(table.shape, table.bounds), _volumes(table.whole, table.ends)
     size = sizes(table)
     if float((items * size[table.leaf]).sum()) > manifest.bytes or float((whole * size).sum()) > manifest.bytes:
-        raise CorruptionError(f"{name} tells of more than the {manifest.bytes} bytes that were saved", subject=name)
+        raise CorruptionError(f"{name} describes more than the {manifest.bytes} bytes that were saved", subject=name)
     found = np.bincount(table.leaf, items, table.leaves) if len(table) else np.zeros(table.leaves)
     if not np.array_equal(found, whole):
         path = paths[int(np.argmax(found != whole))]

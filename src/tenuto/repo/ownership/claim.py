@@ -83,7 +83,8 @@ class Attempt:
             except CorruptionError:
                 who = "a process whose record is damaged"
             raise Superseded(
-                f"run {self.run!r} has been claimed as attempt {number} by {who}; attempt {self.number} saves no more",
+                f"run {self.run!r} has been claimed as attempt {number} by {who}; "
+                f"attempt {self.number} can no longer save",
                 subject=self.run,
                 hint="let one of the two processes train, or give each a run of its own",
             )
@@ -211,7 +212,7 @@ def _put_claim(
         if ended or (takeover and (over or found.verdict == "here")):
             if parent is not None and not repo.exists(parent):
                 raise CheckpointNotFound(
-                    f"there is no checkpoint {parent} to go on from",
+                    f"there is no checkpoint {parent} to resume from",
                     subject=str(parent),
                     hint=f"{typed('tenuto', 'ls', repo.url)} shows what is left",
                 )
@@ -237,7 +238,7 @@ def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> 
     faster."""
     while True:
         if parent is not None and parent.run == run and parent.attempt >= number:
-            raise CheckpointNotFound(f"there is no checkpoint {parent} to go on from", subject=str(parent))
+            raise CheckpointNotFound(f"there is no checkpoint {parent} to resume from", subject=str(parent))
         before = _reached(repo, run, number - 1)
         record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text(), before)
         try:

@@ -92,10 +92,10 @@ def _describe(place: Store) -> Member | None:
 def one_of_many(url: str, home: str) -> RepositoryError:
     """Returns the error for training in a place that is not the home."""
     return RepositoryError(
-        f"{url} is one of the places of the repository whose home is {home}",
+        f"{url} is one location of the repository whose primary is {home}",
         subject=url,
-        hint=f"give {home}; where that is lost for good, remove {object_names.MEMBER} from a place that holds all "
-        "packs: then that is the home",
+        hint=f"give {home}; where that is lost for good, remove {object_names.MEMBER} from a location that has all "
+        "data files: then that is the primary",
     )
 
 
@@ -193,7 +193,7 @@ def _join(places: ReplicatedStore, place: Store, repository: str) -> str:
     own = _name(place.url, there.id)
     others = [one for one in before if one[:_KEY] == own[:_KEY]]
     if others and own not in others and not places.declared.per_node:
-        places.warn(f"{place.url} is not the place that it was: what was put there before is not found")
+        places.warn(f"{place.url} is not the location that it was: what was put there before is not found")
     _list(places, place, there)
     return there.id
 
@@ -208,7 +208,7 @@ def _check_empty(places: ReplicatedStore, place: Store) -> None:
         return
     if place.children(object_names.RUNS).directories:
         raise RepositoryError(
-            f"{place.url} has checkpoints of its own: it is a copy of {places.home.url}, or was made a home",
+            f"{place.url} has checkpoints of its own: it is a copy of {places.home.url}, or was made a primary",
             subject=place.url,
             hint="give an empty directory",
         )

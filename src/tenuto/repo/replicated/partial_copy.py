@@ -59,7 +59,7 @@ class PartialReader:
         columns = decode_columns(table, _KINDS, narrow=True, name=name, what="a partial copy")
         low, high, length = (columns[column].astype(np.int64) for column, _, _ in _KINDS)
         if len(length) != 1 or not _in_order(low, high, length):
-            raise CorruptionError(f"{name} has ranges that no pack has", subject=name)
+            raise CorruptionError(f"{name} has ranges that no data file has", subject=name)
         self.length = int(length[0])
         self._lows: list[int] = low.tolist()
         self._highs: list[int] = high.tolist()
@@ -105,5 +105,5 @@ def _table_bytes(inner: Reader, name: str) -> int:
     inner.read_into(0, memoryview(head))
     found = int.from_bytes(head, "little")
     if found > min(_LIMIT, inner.length - 8):
-        raise CorruptionError(f"{name} is no partial copy of a pack", subject=name)
+        raise CorruptionError(f"{name} is not a partial copy of a data file", subject=name)
     return found

@@ -47,7 +47,7 @@ def describe_missing_pack(store: Store) -> str:
     if missed:
         shown = ", ".join(map(str, missed[:3]))
         return f"is not found from here: it may be on {shown}{', …' if len(missed) > 3 else ''}"
-    return "" if places_of(store) is None else "is missing: it is in none of the repository's places"
+    return "" if places_of(store) is None else "is missing: it is in none of the repository's locations"
 
 
 def free_space(store: Store) -> tuple[str, int | None]:
@@ -82,26 +82,26 @@ def reporting_to(store: Store, report: Callable[[str], None]) -> Iterator[None]:
 
 
 class PerNode(ReplicatedStore):
-    """Packs in a `directory` of each node's own (such as its disk), everything else in `home`, which all nodes share.
-    Tensors of at most 64 KiB that several nodes hold alike are in both. With `copies=2` each pack is in the home too,
-    so that losing a node loses nothing.
+    """Data files in a `directory` of each node's own (such as its disk), everything else in `home`, the primary, which
+    all nodes share. Tensors of at most 64 KiB that several nodes have alike are in both. With `copies=2` each data file
+    is in the primary too, so that losing a node loses nothing.
 
     When a node lacks something at a restore, as after a change in the number of ranks, the node that has it puts it
-    into the home until all have read. Without a copy there, a checkpoint that is partly on a lost node is skipped with
-    a warning. `node`: the name of the node, if host names are not unique.
+    into the primary until all have read it. Without a copy there, a restore passes over a checkpoint that is partly on
+    a lost node, and says so. `node`: the name of the node, if host names are not unique.
     """
 
     def __init__(self, directory: Where, *, home: Where, copies: int = 1, node: str = "") -> None:
         own, shared = _one_place(directory), _one_place(home)
         if own.url == shared.url:
             raise UsageError(
-                f"{own.url} is given both as the directory of each node and as the home of all",
+                f"{own.url} is given both as the directory of each node and as the primary of all",
                 subject=own.url,
                 hint="home= is a directory that all nodes share",
             )
         if copies not in (1, 2):
             raise UsageError(
-                f"copies={copies!r}: packs can be on their node (1), or on their node and in the home (2)",
+                f"copies={copies!r}: data files can be on their node (1), or on their node and in the primary (2)",
                 subject=f"copies={copies!r}",
                 hint="copies=2 keeps what a lost node had",
             )
@@ -109,12 +109,12 @@ class PerNode(ReplicatedStore):
 
 
 class Mirror(ReplicatedStore):
-    """Every pack in each of several places. The first is the home, where the run is claimed and checkpoints are
-    committed.
+    """Every data file in each of several locations. The first is the primary, where the run is claimed and checkpoints
+    are committed.
 
-    A save commits when `copies` of the places (default: all) have each of its packs. A place that fails causes a
-    warning and is read only where possible. Each place is a complete repository for readers; commands that remove or
-    change something need the home.
+    A save commits when `copies` of the locations (default: all) have each of its data files. A location that fails
+    causes a warning, and is only read from then on. Each location is a complete repository for readers; commands that
+    remove or change something need the primary.
     """
 
     def __init__(self, *places: Where, copies: int | None = None) -> None:
@@ -122,7 +122,7 @@ class Mirror(ReplicatedStore):
         urls = [store.url for store in stores]
         if len(stores) < 2 or len(set(urls)) < len(urls):
             raise UsageError(
-                f"a mirror is of two places or more, each once: {', '.join(urls) or 'none given'}",
+                f"a mirror needs two or more locations, each once: {', '.join(urls) or 'none given'}",
                 subject=", ".join(urls) or "Mirror()",
                 hint='Mirror("/one/place", "/another/place")',
             )
@@ -133,8 +133,8 @@ def _one_place(where: Where) -> Store:
     store = open_store(where)
     if places_of(store) is not None:
         raise UsageError(
-            f"{store.url} is several places already, and cannot be one of others",
+            f"{store.url} already has several locations, and cannot be one of another repository",
             subject=store.url,
-            hint="PerNode(directory, home=, copies=2) has each pack on its node and in the home",
+            hint="PerNode(directory, home=, copies=2) has each data file on its node and in the primary",
         )
     return store

@@ -98,9 +98,9 @@ class Replica:
             here = b""
         if here != self.mark:
             raise StoreError(
-                f"{self.url} is not the place that it was when training began",
+                f"{self.url} is not the location that it was when training began",
                 subject=self.url,
-                hint="is its disk mounted? A place that has come back is used again from the next start on",
+                hint="is its disk mounted? Tenuto uses a location that has come back from the next start on",
             )
 
     def _copy_identical(self, name: str) -> bool:
@@ -120,7 +120,7 @@ class Replica:
             raise StoreError(
                 f"{self.url} has another {name} than {self._home.url}: another line of training lies there",
                 subject=name,
-                hint="move that directory away, or set the home to where it was when that was written",
+                hint="move that directory away, or restore the primary to the state in which that was written",
             )
         return True
 

@@ -77,7 +77,7 @@ class ReplicatedStore:
         """`of`: the home this single place belongs to, if it is none itself: then it is read-only."""
         if not 1 <= copies <= len(packs_in):
             raise UsageError(
-                f"copies={copies} cannot be kept in {len(packs_in)} places",
+                f"copies={copies} cannot be kept in {len(packs_in)} locations",
                 subject=f"copies={copies}",
                 hint=f"copies= is a number from 1 to {len(packs_in)} here",
             )
@@ -155,7 +155,7 @@ class ReplicatedStore:
     def _only_home(self, name: str) -> None:
         if self.of:
             raise StoreDenied(
-                f"{self.url} is one of the places of the repository whose home is {self.of}: no change is made here",
+                f"{self.url} is one location of the repository whose primary is {self.of}: no change is made here",
                 subject=self.url,
                 hint=f"give {self.of}",
             )
@@ -192,7 +192,7 @@ class ReplicatedStore:
         if places == 1 or not isinstance(error, StoreError):
             return error
         error.message = (
-            f"{places - len(failed)} of the {placement.acknowledged} copies that this pack has to have: "
+            f"{places - len(failed)} of the {placement.acknowledged} required copies of this data file: "
             f"{store.url} did not take {name}: {error.message}"
         )
         return error

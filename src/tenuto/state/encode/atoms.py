@@ -65,7 +65,7 @@ def encode_text(value: str) -> Json:
 def _text(node: Json) -> str:
     value = decode_atom(node)
     if type(value) is not str:
-        raise CorruptionError("a text is no string")
+        raise CorruptionError("a text is not a string")
     return value
 
 
@@ -208,7 +208,7 @@ def decode_atom(node: Json, path: str = "") -> Any:
     decoder = DECODERS.get(node["!"]) if isinstance(node.get("!"), str) else None
     if decoder is None:
         raise CorruptionError(
-            f"{path or 'the state'}: {node.get('!')!r} is no kind of plain value that is known here", subject=path
+            f"{path or 'the state'}: {node.get('!')!r} is not a kind of plain value that is known here", subject=path
         )
     try:
         return decoder(node)

@@ -300,7 +300,7 @@ class StateWalker(LeafRecorder):
             adapter = frameworks.adapter_for(kind)
             if adapter is None:
                 raise Unserialisable(
-                    f"{path or ROOT}: a {type_name(kind)} is no tensor that can be a shard", subject=path
+                    f"{path or ROOT}: a {type_name(kind)} is not a tensor that can be a shard", subject=path
                 )
             return self._foreign(value, Shard, path, adapter.encode_shard)
         if isinstance(value, PerRank) and not self._private:

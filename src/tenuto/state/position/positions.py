@@ -303,7 +303,9 @@ class CountedPosition:
         return self._current
 
     def _add_gap_reason(self) -> None:
-        self._add_reason("a batch could not be loaded, and is not counted: what follows it does not go on at its place")
+        self._add_reason(
+            "a batch could not be loaded, and is not counted: what follows it does not continue where it was"
+        )
 
     def _at_end(self, epoch: int, delivered: int) -> Iterator[Any]:
         """Returns the rest of an epoch that was saved at its end."""
@@ -402,7 +404,7 @@ class SequencePosition(CountedPosition):
         return self._counted(epoch, islice(iter(self._data), start, None), start)
 
     def move(self, moved: WorldSizeChange, cursor: OrderCursor | None, epoch: int, batch: int) -> int:
-        self._add_moved_reason(moved, f"the epoch goes on after {batch} of this rank's batches")
+        self._add_moved_reason(moved, f"the epoch continues after {batch} of this rank's batches")
         return batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _apply_python(state: Mapping[str, Any]) -> None:
         keys = tuple(int(key) for key in np.asarray(state["keys"]).tolist())
         random.setstate((int(state["version"]), keys, state["gauss"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise StateMismatch(f"this is no state of Python's random module: {error}", subject="rng/python") from error
+        raise StateMismatch(f"this is not a state of Python's random module: {error}", subject="rng/python") from error
 
 
 def _apply_numpy(state: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ def _apply_numpy(state: Mapping[str, Any]) -> None:
         check_generator(found)
         np.random.set_state(found)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise StateMismatch(f"this is no state of numpy's global generator: {error}", subject="rng/numpy") from error
+        raise StateMismatch(f"this is not a state of numpy's global generator: {error}", subject="rng/numpy") from error
 
 
 def _plain(value: Any) -> Any:

@@ -115,7 +115,7 @@ _OWN_ROOT = join(PRIVATE, OWN)
 
 def _checked_paths(tree: Json, private_tree: Json, specs: Sequence[LeafSpec]) -> tuple[list[str], list[str]]:
     if private_tree is not None and kind_of(private_tree) != "private":
-        raise CorruptionError("the private tree is none")
+        raise CorruptionError("the private tree is not a tree")
     if isinstance(specs, Rows) and specs.trees[0] is tree and specs.trees[1] is private_tree:
         return list(specs.paths[: specs.shared]), list(specs.paths[specs.shared :])
     shared, private = leaf_paths(tree), leaf_paths(private_tree) if private_tree is not None else []

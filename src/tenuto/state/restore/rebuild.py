@@ -128,7 +128,7 @@ def _build(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
     if frameworks.has_kind(kind):
         return _foreign(plan, node, kind, path)
     raise CorruptionError(
-        f"{path or ROOT}: {kind!r} is no kind of value that is known here",
+        f"{path or ROOT}: {kind!r} is not a kind of value that is known here",
         subject=path,
         hint="a newer Tenuto may read it",
     )

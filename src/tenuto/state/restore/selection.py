@@ -28,7 +28,7 @@ def _matchers(patterns: Patterns | None) -> list[Callable[[str], Any]] | None:
             found.append(re.compile(fnmatch.translate(pattern)).match)
         else:
             raise UsageError(
-                f"{pattern!r} is no pattern", hint="use a glob such as 'model/*', or a compiled regular expression"
+                f"{pattern!r} is not a pattern", hint="use a glob such as 'model/*', or a compiled regular expression"
             )
     return found
 

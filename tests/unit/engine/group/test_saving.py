@@ -332,7 +332,7 @@ def test_a_structure_that_changes_on_one_rank_loses_one_save_and_no_more(repo: R
                 saver.save(flatten(state), step, wait=True, about=ManifestDetails()).wait(60)
                 committed.append(True)
             except SaveFailed as error:
-                assert "planned anew" in str(error)
+                assert "planned again" in str(error)
                 committed.append(False)
         return committed
 

@@ -36,22 +36,22 @@ def test_a_good_file_is_read() -> None:
     ("header", "data", "message"),
     [
         ("", b"", "cannot hold an object"),
-        ("[]", b"", "no JSON object"),
-        (" " + GOOD, b"abcd", "no JSON object"),
+        ("[]", b"", "not a JSON object"),
+        (" " + GOOD, b"abcd", "not a JSON object"),
         ("{", b" ", "cannot hold"),
         ("{ ", b"", "something other than a string"),
-        ("{}x", b"", "goes on after its end"),
-        ("{}{}", b"", "goes on after its end"),
-        (GOOD + "\n", b"abcd", "goes on after its end"),
+        ("{}x", b"", "continues after its end"),
+        ("{}{}", b"", "continues after its end"),
+        (GOOD + "\n", b"abcd", "continues after its end"),
         (GOOD[:-1], b"abcd", "ends where"),
         (GOOD[:-1] + ",}", b"abcd", "something other than a string"),
         (GOOD[:-1] + ";}", b"abcd", "has ';' where"),
         ('{"a" {}}', b"", "without a colon"),
         ("{1:{}}", b"", "something other than a string"),
-        ('{"a":{"dtype":"U8"', b"", "no flat object"),
-        ('{"a":[]}', b"", "no flat object"),
-        ('{"a":{"dtype":{},"shape":[],"data_offsets":[0,1]}}', b"a", "no flat object"),
-        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":' + " " * 70_000 + "1}}", b"a", "no flat object"),
+        ('{"a":{"dtype":"U8"', b"", "not a flat object"),
+        ('{"a":[]}', b"", "not a flat object"),
+        ('{"a":{"dtype":{},"shape":[],"data_offsets":[0,1]}}', b"a", "not a flat object"),
+        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":' + " " * 70_000 + "1}}", b"a", "a flat object"),
         ('{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,1]}}', b"a", "not valid JSON"),
         ('{"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}}', b"a", "not valid JSON"),
         ('{"a":{"dtype":"U8","shape":[1e0],"data_offsets":[0,1]}}', b"a", "not valid JSON"),
@@ -62,15 +62,15 @@ def test_a_good_file_is_read() -> None:
         ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":1}}', b"a", "exactly dtype"),
         ({"a": entry("U9")}, b"abcd", "dtype 'U9'"),
         ({"a": entry(code=["U8"])}, b"abcd", "which is not known"),  # type: ignore[arg-type]
-        ({"a": entry(shape=4)}, b"abcd", "no list of sizes"),
-        ({"a": entry(shape=[-4])}, b"abcd", "no list of sizes"),
-        ({"a": entry(shape=[True])}, b"abcd", "no list of sizes"),
-        ({"a": entry(shape=["4"])}, b"abcd", "no list of sizes"),
-        ({"a": entry(shape=[2**64])}, b"abcd", "no list of sizes"),
-        ({"a": entry(offsets=[4, 0])}, b"abcd", "no begin and end"),
-        ({"a": entry(offsets=[0])}, b"abcd", "no begin and end"),
-        ({"a": entry(offsets=[-1, 3])}, b"abcd", "no begin and end"),
-        ({"a": entry(offsets=None)}, b"abcd", "no begin and end"),
+        ({"a": entry(shape=4)}, b"abcd", "not a list of sizes"),
+        ({"a": entry(shape=[-4])}, b"abcd", "not a list of sizes"),
+        ({"a": entry(shape=[True])}, b"abcd", "not a list of sizes"),
+        ({"a": entry(shape=["4"])}, b"abcd", "not a list of sizes"),
+        ({"a": entry(shape=[2**64])}, b"abcd", "not a list of sizes"),
+        ({"a": entry(offsets=[4, 0])}, b"abcd", "not a begin and an end"),
+        ({"a": entry(offsets=[0])}, b"abcd", "not a begin and an end"),
+        ({"a": entry(offsets=[-1, 3])}, b"abcd", "not a begin and an end"),
+        ({"a": entry(offsets=None)}, b"abcd", "not a begin and an end"),
         ({"a": entry(shape=[5])}, b"abcd", "has 4 bytes, where its shape needs 5"),
         ({"a": entry("F64", [2**61], [0, 2**63 - 1])}, b"", "more than 2^63"),
         ({"a": entry("U8", [2**40] * 900, [0, 4])}, b"abcd", "more than 2^63"),
@@ -292,7 +292,7 @@ def test_an_entry_may_be_as_long_as_it_may_be() -> None:
     text = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]'
     longest = text + " " * (65_536 - len(text) - 1) + "}"
     assert "a" in parse_header(file_of('{"a":' + longest + "}"), name="x")
-    with pytest.raises(CorruptionError, match="'a' is no flat object of at most 65536 characters"):
+    with pytest.raises(CorruptionError, match="'a' is not a flat object of at most 65536 characters"):
         parse_header(file_of('{"a":' + longest.replace("}", " }") + "}"), name="x")
 
 

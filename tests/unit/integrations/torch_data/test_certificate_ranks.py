@@ -19,7 +19,7 @@ def wrapped(*, find_unused: bool = False, static: bool = False) -> DistributedDa
 
 
 def says(module: torch.nn.Module) -> bool:
-    return any("model: DistributedDataParallel lays gradients" in one for one in findings({"model": module}).caveats)
+    return any("model: DistributedDataParallel puts gradients" in one for one in findings({"model": module}).caveats)
 
 
 @pytest.mark.parametrize(("ranks", "told"), [(1, False), (2, False), (3, True)])

@@ -358,7 +358,7 @@ class Augmented(Numbers):
 
 def test_an_order_that_a_stateful_loader_may_not_keep_is_told() -> None:
     position = attach(StatefulDataLoader(Augmented(), batch_size=4, sampler=weighted()))
-    assert "the order of WeightedRandomSampler is drawn anew" in position.reasons[0]
+    assert "the order of WeightedRandomSampler is drawn again" in position.reasons[0]
     position = attach(StatefulDataLoader(Numbers(), batch_size=4, sampler=Odd()))
     assert position.exact and "the order of Odd is kept only if" in position.caveats[0]
     for kept in (STATEFUL["in process"], STATEFUL["our sampler"], lambda: StatefulDataLoader(Counted())):
@@ -577,7 +577,7 @@ def test_our_sampler_goes_on_from_its_sample_in_batches_of_another_size_and_says
     next(batches), next(batches)
     for size, caveats in (
         (4, ()),
-        (8, ("all ranks together take 8 samples in a batch each, and took 4: steps are cut anew",)),
+        (8, ("all ranks together take 8 samples in a batch each, and took 4: steps take other samples",)),
     ):
         resumed = attach(ours(size))
         with warnings.catch_warnings():

@@ -103,7 +103,7 @@ CHANGED = {
     "a key less": lambda state: state["model"].pop("a"),
     "another key": lambda state: state["model"].update(z=state["model"].pop("high")),
     "another order": lambda state: state["model"].update(a=state["model"].pop("a")),
-    "a key that is no string": whole(lambda model: {**model, 3: torch.ones(1)}),
+    "a key that is not a string": whole(lambda model: {**model, 3: torch.ones(1)}),
     "nothing in it": whole(lambda model: {}),
     "a list": whole(lambda model: list(model.values())),
     "a module": whole(lambda model: nn.Linear(2, 2)),

@@ -40,7 +40,7 @@ def test_an_engine_of_deepspeed_is_refused_with_what_to_pass(tmp_path: Any) -> N
 
 def test_an_optimizer_that_only_a_module_knows_is_told() -> None:
     agent = Agent()
-    told = "agent: its optimizer agent.optimizer is no entry of the state, and is not saved"
+    told = "agent: its optimizer agent.optimizer is not an entry of the state, and is not saved"
     found = certificate({"agent": agent}, None)
     assert not found["exact"] and found["reasons"] == [told]
     agent.optimizer = [agent.optimizer]  # type: ignore[assignment]

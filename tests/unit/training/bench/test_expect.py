@@ -52,8 +52,8 @@ def test_a_quiet_place_is_told_in_figures_and_needs_no_warning():
         "Each save blocks training for about 0.20 s; the checkpoint is durable 0.80 s after it began, and until then "
         "training shares processor, memory and disk with it.",
         "Saves block training for at most a given share of its time if they are taken every 3.80 s for 5 %, "
-        "every 19.8 s for 1 %, every 3 min 20 s for 0.1 % (no more often than a save takes; what training loses beside "
-        "them while one is written depends on the training and is not in it).",
+        "every 19.8 s for 1 %, every 3 min 20 s for 0.1 % (no more often than a save takes; what training loses while "
+        "a save is written depends on the training and is not included).",
         "A save that is waited for takes 0.50 s; the first 0.45 s of a Checkpointer go into taking and touching "
         "memory.",
         "A restore takes about 0.82 s from a cold disk, 0.17 s if the page cache still holds it, every byte verified.",
@@ -66,7 +66,7 @@ def test_a_quiet_place_is_told_in_figures_and_needs_no_warning():
     [
         ({"direct": False}, "No direct I/O on this file system (ext4)"),
         ({"links": False}, "No hard links here"),
-        ({"cold": False}, "The page cache did not give the files up"),
+        ({"cold": False}, "The page cache did not drop the files"),
         ({"arena": "anonymous"}, "a larger /dev/shm"),
         ({"file_system": FileSystemFacts("tmpfs", True, False)}, "nothing there outlives the machine"),
         ({"file_system": FileSystemFacts("nfs4", False, True)}, "This is a network file system (nfs4)"),

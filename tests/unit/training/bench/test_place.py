@@ -12,9 +12,9 @@ from tenuto.errors import StoreDenied, StoreError, StoreFull, UsageError
 
 
 def test_refusals_come_before_the_first_byte(tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="absent is no directory"):
+    with pytest.raises(UsageError, match="absent is not a directory"):
         place.check_place(str(tmp_path / "absent"), 1)
-    with pytest.raises(UsageError, match="no directory of this machine"):
+    with pytest.raises(UsageError, match="not a directory of this machine"):
         place.check_place("s3://bucket/x", 1)
     with pytest.raises(StoreFull, match=r"takes .* are free") as caught:
         place.check_place(str(tmp_path), 1 << 60)

@@ -34,7 +34,7 @@ UNSEEDED_WORKERS: Final = (
     "a worker's own generators cannot be put back to where they were inside an epoch"
 )
 PREPARED: Final = (
-    "{name} wraps a loader, reads ahead of what it gives, and draws its order anew; pass the DataLoader itself, as it "
+    "{name} wraps a loader, reads ahead of what it gives, and draws its order again; pass the DataLoader itself, as it "
     "was before accelerator.prepare"
 )
 STATEFUL_HINT: Final = "torchdata's StatefulDataLoader keeps it"
@@ -67,7 +67,7 @@ def _of_stateful(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPosit
     if type(sampler) in DRAWN and _is_torchdatas(type(loader).__iter__):
         if not has_state(loader.dataset):
             return ReplayPosition(loader, _unrepeatable(loader), caveats)
-        reason = f"the order of {name} is drawn anew by {type(loader).__name__}: shuffle=True has one that it keeps"
+        reason = f"the order of {name} is drawn again by {type(loader).__name__}: shuffle=True has one that it keeps"
         return StatefulLoaderPosition(loader, (reason,), caveats)
     if type(sampler) not in REPEATABLE:
         caveats += (f"the order of {name} is kept only if its iterator has a state_dict, or seed and epoch make it",)

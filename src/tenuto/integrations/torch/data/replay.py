@@ -80,9 +80,11 @@ class EpochCut:
         if saved.ends(delivered):
             return "it was saved at the epoch's end"
         if not (self.size and saved.size):
-            return f"the epoch goes on after {before} of them"
+            return f"the epoch continues after {before} of them"
         again = delivered * saved.size - before * self.size
-        return "the epoch goes on " + (f"{again} samples before, which come again" if again else "from the same sample")
+        return "the epoch continues " + (
+            f"{again} samples before, which come again" if again else "from the same sample"
+        )
 
 
 # -- samplers with an epoch
@@ -384,7 +386,7 @@ class ReplayPosition(CountedPosition):
 
     @property
     def elsewhere(self) -> str:
-        return super().elsewhere if self._order is None else "the data goes on in the same order, exactly"
+        return super().elsewhere if self._order is None else "the data continues in the same order, exactly"
 
     @property
     def _source(self) -> str:
@@ -404,7 +406,7 @@ class ReplayPosition(CountedPosition):
             return batch
         shared = isinstance(order_sampler(self._data), DistributedSampler)
         here = batch * moved.saved // moved.here if shared else batch
-        self._add_moved_reason(moved, f"the epoch goes on after {here} of this rank's batches")
+        self._add_moved_reason(moved, f"the epoch continues after {here} of this rank's batches")
         return here
 
     def state_dict(self) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
     rank, world_size = 0 if rank is None else rank, 1 if world_size is None else world_size
     if not 0 <= rank < world_size:
         raise UsageError(
-            f"rank {rank} is none of {world_size} ranks", subject="rank", hint="give both: rank=, world_size="
+            f"rank {rank} is not one of {world_size} ranks", subject="rank", hint="give both: rank=, world_size="
         )
     return rank, world_size
 
@@ -255,7 +255,7 @@ class SharedOrder:
         here = self._batch_size * self._sampler.world_size
         if here == step:
             return ()
-        return (f"all ranks together take {here} samples in a batch each, and took {step}: steps are cut anew",)
+        return (f"all ranks together take {here} samples in a batch each, and took {step}: steps take other samples",)
 
     def cut_anew(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """As `steps_differ`, for a state saved by the same number of ranks."""

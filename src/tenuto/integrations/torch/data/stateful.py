@@ -82,7 +82,7 @@ class StatefulLoaderPosition(CountedPosition):
 
     @property
     def elsewhere(self) -> str:
-        return super().elsewhere if self._order is None else "the data goes on in the same order, exactly"
+        return super().elsewhere if self._order is None else "the data continues in the same order, exactly"
 
     def cursor(self, epoch: int, batch: int) -> OrderCursor | None:
         return None if self._order is None else self._order.cursor(epoch, batch)
@@ -179,7 +179,7 @@ class StatefulLoaderPosition(CountedPosition):
         if here.batches is None or here.size is None or self._samples is None or state.get("used") is None:
             self._add_reason(f"{differs}, and {self._source} counts batches: the epoch begins again")
             return None
-        self._add_reason(f"{differs}; the epoch goes on from the same sample")
+        self._add_reason(f"{differs}; the epoch continues from the same sample")
         rest: int = max(self._samples - state["used"], 0)
         return here.batches - (rest // here.size if self._data.batch_sampler.drop_last else -(-rest // here.size))
 
@@ -240,7 +240,7 @@ class StreamPosition(CountedPosition):
         self._data.dataset.load_state_dict(state["dataset"])
         differs = EpochCut.of(self._data, None).differs(EpochCut.saved(state))
         if differs:
-            self._add_reason(f"{differs}; the stream goes on from the same sample")
+            self._add_reason(f"{differs}; the stream continues from the same sample")
         if len(state["generators"]) == len(self._own):
             rng.set_generators(self._own, state["generators"], "data/generators")
         self._loaded = state["epoch"], state["read"] or (state["ended"] and state["delivered"] > 0)
