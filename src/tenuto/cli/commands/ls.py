@@ -151,7 +151,10 @@ def _heading(found: RunRows) -> str:
         return f"run {found.run}: no checkpoint yet"
     checkpoints = count(found.checkpoints + found.more, "checkpoint")
     shown = f", the newest {len(found.rows):,} take {size(found.bytes)}" if found.more else f", {size(found.bytes)}"
-    return f"run {found.run}: {checkpoints}{shown}"
+    trash = f"{len(found.removed):,} in the trash, {size(sum(row.bytes or 0 for row in found.removed))}"
+    if len(found.removed) == len(found.rows):
+        return f"run {found.run}: {trash}"
+    return f"run {found.run}: {checkpoints}{shown}{f'; {trash}' if found.removed else ''}"
 
 
 def _print(found: RunRows) -> None:

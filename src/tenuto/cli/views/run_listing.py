@@ -167,13 +167,17 @@ class RunRows:
         """Bytes of the checkpoints among the rows."""
         return sum(row.bytes or 0 for row in self.rows if row.state == "committed")
 
+    @property
+    def removed(self) -> list[RunRow]:
+        return [row for row in self.rows if row.state == "removed"]
+
     def best_of(self, row: RunRow) -> list[str]:
         return [metric for metric, id in self.best.items() if id == row.id]
 
 
 def in_trash(runs: list[RunRows]) -> list[RunRows]:
     """Leaves only removed checkpoints, and runs that have any."""
-    found = [replace(run, rows=tuple(row for row in run.rows if row.state == "removed")) for run in runs]
+    found = [replace(run, rows=tuple(run.removed)) for run in runs]
     return [run for run in found if run.rows]
 
 
@@ -242,9 +246,15 @@ def _all_saves(repo: Repo) -> dict[str, _RunSaves]:
         found = runs.setdefault(run, _RunSaves())
         found.attempts = (*found.attempts, number)
     for save in census.saves.values():
-        if save.state in STATES:
+        if _shown(save):
             runs.setdefault(save.id.run, _RunSaves()).saves.append(save)
     return runs
+
+
+def _shown(save: SaveDirectory) -> bool:
+    """Whether there is something to show: of an aborted save whose bytes are freed, as of one that gc has taken out of
+    the trash, nothing is left but its mark."""
+    return save.state in STATES and (save.state != "closed" or save.begin is not None or any(True for _ in save.own()))
 
 
 def _newest_saves(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSaves]:
@@ -258,7 +268,7 @@ def _newest_saves(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSav
             for id in names.newest_first(run):
                 save = census_of(repo, id)
                 found.more -= 1
-                if save.state in STATES:
+                if _shown(save):
                     found.saves.append(save)
                     if len(found.saves) == limit:
                         break
