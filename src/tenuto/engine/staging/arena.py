@@ -189,7 +189,8 @@ class Arena:
     """Host memory for one image. `buffer`: uint8, page aligned, `nbytes` long, a multiple of 4096.
 
     kind: "shared memory", "anonymous" or "a window"; note: why it is not shared, or empty; contended: another arena has
-    its slot, as that of the run's owner, who will be waited for, closed or left alone. window: bytes of memory behind `buffer` where that is less than the whole, and what lies a window behind is overwritten; else None.
+    its slot, as that of the run's owner, who will be waited for, closed or left alone. window: bytes of memory behind
+    `buffer` where that is less than the whole, and what lies a window behind is overwritten; else None.
     """
 
     def __init__(
