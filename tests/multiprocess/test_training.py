@@ -221,30 +221,22 @@ def committed(where: Path) -> list[int]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_readme_for_many_ranks_run(tmp_path: Path) -> None:
-    """As they stand there, one after the other; what sleeps there wakes once a checkpoint is there to go on from."""
+    """As they stand there, one after the other."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     lines = [line for block in blocks if "torchrun" in block for line in block.splitlines() if line]
-    assert {script for script in OF_RANKS if any(f"examples/{script}.py" in line for line in lines)} == {*OF_RANKS}
-    where, awake = tmp_path / "checkpoints-fsdp2", tmp_path / "awake"
+    where = tmp_path / "checkpoints-fsdp2"
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    (tmp_path / "sleep").write_text(f"#!/bin/sh\nuntil [ -e {awake} ]; do /bin/sleep 0.1; done\n")
-    (tmp_path / "sleep").chmod(0o755)
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     here = {**environment(), "PATH": path, "PET_STANDALONE": "1"}  # several of these tests may run at a time
     said: list[tuple[int, int]] = []
     for line in lines:
-        before = max(committed(where), default=0)
         job = subprocess.Popen(["bash", "-c", line], cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=here)
         try:
-            if "sleep" in line:
-                wait_for_a_save(job, where, before)
-                awake.touch()
             out, _ = job.communicate(timeout=PATIENCE_S)
         finally:
             kill(job)
         said += [(int(step), int(ranks)) for step, ranks in re.findall(r"^step (\d+) on (\d+) ranks", out, re.M)]
     repo = Repo.open(open_store(where))
-    *parents, last = [repo.attempt("main", number).parent for number in repo.attempts("main")]
+    parents = [repo.attempt("main", number).parent for number in repo.attempts("main")]
     assert parents == [None, CheckpointId("main", 1, 60), CheckpointId("main", 2, 80)]
-    assert last is not None and last.attempt == 3 and last.step > 80
-    assert said == [(60, 2), (60, 2), (60, 4), (80, 1), (80, 1), (80, 1), (last.step + 40, 3)]
+    assert said == [(60, 2), (80, 1), (120, 3)]

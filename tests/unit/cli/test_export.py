@@ -98,7 +98,7 @@ def test_export_passes_over_a_damaged_latest_aloud(cli, place, tmp_path):
     assert status == 0
     assert (found["schema"], found["checkpoint"]["step"], found["leaves"]) == ("tenuto.export/1", 5, 2)
     assert [skipped["checkpoint"]["step"] for skipped in found["skipped"]] == [7]
-    assert err.startswith("warning: gpt/a0002/7 is damaged and was passed over: ")
+    assert err.startswith("warning: step 7 of run gpt is damaged and was passed over: ")
     assert load_file(tmp_path / "a.safetensors").keys()
 
 

@@ -44,7 +44,7 @@ def test_ls_trash_says_until_when_it_is_there(cli, place):
     created = datetime.fromisoformat(json.loads(mark.read_text())["created"])
     status, out, err = cli("ls", place, "--trash")
     head, _, row = out.splitlines()
-    assert (status, err, head) == (0, "", "run gpt")
+    assert (status, err, head) == (0, "", "run gpt: 0 checkpoints, 0 B")
     assert row.split()[:2] == ["a0001", "2"] and re.search(r"removed, kept until \d\d-\d\d \d\d:\d\d", row)
     (run,) = json.loads(raw(cli, "ls", place, "--trash", "--json"))["runs"]
     (found,) = run["checkpoints"]

@@ -70,7 +70,7 @@ def test_a_place_that_is_named_is_taken_and_nothing_said(cli, inside, made, tmp_
     assert cli("ls", made)[2] == ""
     assert cli("show", made, "model", "--run", "gpt")[2] == ""
     assert cli("rm", made, "gpt/a0001/2", "--dry-run")[2] == ""
-    assert cli("tag", made, "good", "--run", "gpt")[2] == ""
+    assert cli("tag", inside, "good", "--run", "gpt")[2] == ""
 
 
 def test_a_path_that_is_no_repository_is_not_taken_for_a_checkpoint(cli, inside, tmp_path):
