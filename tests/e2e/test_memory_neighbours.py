@@ -183,7 +183,7 @@ def test_neither_of_two_users_sees_or_disturbs_the_others_images(everybodys, cap
         with pytest.raises(PermissionError):
             (root / "tenuto-0").rename(root / "gone")
         assert command("ls", "--memory") == 0
-        assert command("memory", "clear", "--all", "--yes") == 0
+        assert command("memory", "clear", "--yes") == 0
         free_shared_memory()
         life = live(theirs, kill=13)
         assert (life.killed, life.began) == (True, 10), "a copy of the repository goes on from its store"

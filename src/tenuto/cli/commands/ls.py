@@ -172,6 +172,8 @@ def _print(found: RunRows) -> None:
         dispensable=("RANKS", "CREATED", *reversed(titles[1:]), "SIZE", *titles[:1], "AGE"),
     )
     for row in found.rows:
+        if row.freed:
+            continue
         seconds = age_s(row.created)
         table.add(
             attempt_key(row.id.attempt),

@@ -68,6 +68,8 @@ class RunRow:
     verdict: Exactness | None = None
     """Whether a resume from it is exact, as its certificate says."""
     goes: str = ""
+    freed: bool = False
+    """Whether nothing is left of it but the mark of an aborted save, as where gc has emptied the trash."""
 
     @property
     def suspect(self) -> bool:
@@ -246,15 +248,9 @@ def _all_saves(repo: Repo) -> dict[str, _RunSaves]:
         found = runs.setdefault(run, _RunSaves())
         found.attempts = (*found.attempts, number)
     for save in census.saves.values():
-        if _shown(save):
+        if save.state in STATES:
             runs.setdefault(save.id.run, _RunSaves()).saves.append(save)
     return runs
-
-
-def _shown(save: SaveDirectory) -> bool:
-    """Whether there is something to show: of an aborted save whose bytes are freed, as of one that gc has taken out of
-    the trash, nothing is left but its mark."""
-    return save.state in STATES and (save.state != "closed" or save.begin is not None or any(True for _ in save.own()))
 
 
 def _newest_saves(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSaves]:
@@ -268,7 +264,7 @@ def _newest_saves(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSav
             for id in names.newest_first(run):
                 save = census_of(repo, id)
                 found.more -= 1
-                if _shown(save):
+                if save.state in STATES:
                     found.saves.append(save)
                     if len(found.saves) == limit:
                         break
@@ -314,6 +310,7 @@ def _rows(
             message=cut or save.message,
             modes=modes_of(manifest) if manifest else {},
             verdict=exactness(manifest.certificate) if manifest else None,
+            freed=save.state == "closed" and save.begin is None and not any(True for _ in save.own()),
             goes=max((mark.goes for mark in valid_marks(repo, save)), default="") if save.state == "removed" else "",
         )
 
