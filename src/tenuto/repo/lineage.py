@@ -246,7 +246,8 @@ def _by_step(repo: Repo, run: str, step: int) -> CheckpointId:
     if not near:
         raise _none_in(repo, run)
     raise CheckpointNotFound(
-        f"run {run!r} has no checkpoint of step {step}; the nearest are {', '.join(map(str, near))}",
+        f"run {run!r} has no checkpoint of step {step}; the nearest {'are' if len(near) > 1 else 'is'} "
+        f"{', '.join(map(str, near))}",
         subject=f"{run}/{step}",
         hint=f"{typed('tenuto', 'ls', repo.url)} shows all",
     )

@@ -120,7 +120,7 @@ class Repo:
                 subject=store.url,
                 hint=f"there is one at {near}"
                 if near
-                else "tenuto.Checkpointer and tenuto.save create one by writing to it",
+                else "name the directory that your script gives to tenuto.Checkpointer or tenuto.save; they create it",
             )
         identity, wrong = found
         if wrong:

@@ -210,7 +210,11 @@ class Checkpointer:
         """
         training = self._armed()
         with undisturbed:
-            return training.claiming.restore(strict=strict) if training is not None else None
+            if training is None:
+                return None
+            restored = training.claiming.restore(strict=strict)
+            training.claiming.report()
+            return restored
 
     def steps(self, n: int | None = None) -> Steps:
         """Replaces `range(n)`: `n` is the total, and a resumed run continues its count. Restores and claims when

@@ -62,11 +62,9 @@ def warn_of_fresh_start(url: str, run: str, emitter: Emitter) -> None:
         )
 
 
-def report_left_behind(
-    url: str, newest: CheckpointId, taken: CheckpointId | None, *, keep: KeepPolicy, emitter: Emitter
-) -> None:
-    """Called where a run was told to start over, or to go back to `taken`: says what that leaves, for how long it is
-    kept, and how to go back to it. newest: what the run would have resumed from."""
+def left_behind(url: str, newest: CheckpointId, taken: CheckpointId | None, *, keep: KeepPolicy) -> Warned:
+    """Returns what a run says that starts over, or goes back to `taken`: what that leaves, for how long it is kept, and
+    how to go back to it. newest: what the run would have resumed from."""
     to = "starts over" if taken is None else f"goes back to step {taken.step}"
     back = f"resume_from='{attempt_key(newest.attempt)}/{newest.step}' goes back to it"
     if keep.keeps_all():
@@ -74,8 +72,7 @@ def report_left_behind(
     else:
         undelete = typed("tenuto", "undelete", url, newest)
         how_long = f"it is kept until keep= drops it, and then for 24 h in the trash (`{undelete}`); {back}"
-    message = f"run {newest.run} {to} and leaves step {newest.step} behind, {newest}: {how_long}"
-    emitter.emit(Warned(message, newest.run))
+    return Warned(f"run {newest.run} {to} and leaves step {newest.step} behind, {newest}: {how_long}", newest.run)
 
 
 def _evidence(url: str) -> str:

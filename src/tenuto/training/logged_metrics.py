@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.engine.save.handle import Save
-from tenuto.errors import MetricNotLogged, TenutoError
+from tenuto.errors import MetricNotLogged, TenutoError, did_you_mean
 from tenuto.model.canonical_json import tag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
@@ -66,6 +66,7 @@ class UnloggedMetrics:
         self._asked_step: int | None = None
         self._epochs_ended = 0
         self._warned = False
+        self._warned_of: set[str] = set()
 
     @property
     def logged(self) -> frozenset[str]:
@@ -85,7 +86,7 @@ class UnloggedMetrics:
             self._warned = self.warn_of_missing(keep)
 
     def warn_of_missing(self, keep: KeepPolicy | None) -> bool:
-        """Warns of the metrics that are missing; returns whether there are any."""
+        """Warns of the metrics that are missing, once of each policy; returns whether there are any."""
         unasked = sorted(self._policy.metrics() - self._logged) if self._asked_step is not None else []
         if unasked:
             self._warn_of(unasked, f"{self._policy!r} asks by", "that part of it saves nothing")
@@ -95,12 +96,16 @@ class UnloggedMetrics:
         return bool(unasked or missing)
 
     def _warn_of(self, missing: Sequence[str], who: str, so: str) -> None:
+        if who in self._warned_of:
+            return
+        self._warned_of.add(who)
         names, there = ", ".join(map(repr, missing)), ", ".join(map(repr, sorted(self._logged))) or "none"
         message = (
             f"{who} {names}, which nothing has logged up to step {self._asked_step or 0} (metrics logged: {there}); "
             f"{so}"
         )
-        self._warn(str(MetricNotLogged(message, hint=f"ckpt.log({missing[0]}=...)")))
+        hint = did_you_mean(missing[0], self._logged) or f"ckpt.log({missing[0]}=...)"
+        self._warn(str(MetricNotLogged(message, hint=hint)))
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult,
 from tenuto.engine.read.sharded_reader import PrivateEntry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.errors import TenutoError, in_words
-from tenuto.events import AttemptClaimed, Emitter, Resumed, Warned
+from tenuto.events import AttemptClaimed, Emitter, Event, Resumed, Warned
 from tenuto.model import exactness
 from tenuto.model.exactness import EXACT
 from tenuto.model.ids import CheckpointId, run_key
@@ -30,7 +30,7 @@ from tenuto.state.position.training_position import Counters, TrainingPosition
 from tenuto.state.restore.match import match_state
 from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
-from tenuto.training.fresh_start import report_left_behind, warn_of_fresh_start
+from tenuto.training.fresh_start import left_behind, warn_of_fresh_start
 
 WRITING_S = 10.0
 """How long a Checkpointer waits for a save that an earlier one of this process was interrupted at."""
@@ -84,6 +84,8 @@ class RunClaim:
         """Called when restoring is done, also where there was nothing to restore."""
         self.on_claimed: Callable[[Restored | None], None] | None = None
         """Called with what was restored, once the run is claimed."""
+        self._outcome: list[Event] = []
+        """What `report` says of the last restore."""
 
     @property
     def parent(self) -> CheckpointId | None:
@@ -109,6 +111,7 @@ class RunClaim:
             result = memory.restore(self._prepare) if memory is not None else None
             result = result or self._restorer.resume(self._resume_from, withdrawn=self._withdrawn)
             self.restored = None
+            self._outcome = []
             skipped = tuple(memory.skipped) if memory is not None else ()
             if result is not None:
                 result = replace(result, skipped=skipped + result.skipped)
@@ -119,14 +122,21 @@ class RunClaim:
             if self._group.coordinates:
                 taken, newest = None if result is None else result.id, self._newest
                 if self._resume_from != "latest" and newest not in (None, taken) and newest.run == run_key(self._run):
-                    report_left_behind(self._repo.url, newest, taken, keep=self._keep, emitter=self._emitter)
+                    self._outcome.append(left_behind(self._repo.url, newest, taken, keep=self._keep))
                 report_skipped(self._emitter, self._repo.url, skipped, taken)
             if result is not None:
-                self._report_resumed(result)
+                self._outcome.append(self._resumed(result))
             self.done = True
             if self.on_restored is not None:
                 self.on_restored()
         return self.restored
+
+    def report(self) -> None:
+        """Says once where the run resumes from and what it leaves behind. A loop says it after the claim: a run that
+        another process owns does not resume here."""
+        outcome, self._outcome = self._outcome, []
+        for event in outcome:
+            self._emitter.emit(event)
 
     def _begin_at(self, result: RestoreResult) -> None:
         moved = self._position.moved(self._counters)
@@ -239,12 +249,11 @@ class RunClaim:
         self.restore()
         return self._newest, self.parent
 
-    def _report_resumed(self, result: RestoreResult) -> None:
+    def _resumed(self, result: RestoreResult) -> Resumed:
         image = self.restored_image
         where, age_s = self._repo.url, None if image is None else image.footer.age_s
         base = None if image is None else image.verdict.base
-        verdict = self._verdict()
-        self._emitter.emit(Resumed(result.id, where, result.bytes, result.seconds, age_s, base, verdict))
+        return Resumed(result.id, where, result.bytes, result.seconds, age_s, base, self._verdict())
 
     def _verdict(self) -> str:
         """Returns whether the resume is exact, and a reason if it is not: but for those that have been reported."""

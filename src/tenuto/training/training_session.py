@@ -168,6 +168,7 @@ class TrainingSession:
         if not claiming.done and not claiming.hidden_by_saving():
             claiming.restore()
         attempt = claiming.claim()
+        claiming.report()
         run_registry.register(self.key, self, checkpointer)
         parent, image = claiming.parent, claiming.restored_image
         since_s = image.footer.saved_us / 1e6 if image is not None else None

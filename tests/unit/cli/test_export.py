@@ -153,7 +153,7 @@ def test_export_into_no_directory_is_a_store_error(cli, made, tmp_path):
 
 def test_export_knows_two_kinds_of_files(cli, made, tmp_path):
     status, _, err = cli("export", made, tmp_path / "a.bin", "--run", "gpt")
-    assert (status, err.splitlines()[1]) == (2, "hint: a.safetensors")
+    assert (status, err.splitlines()[1]) == (2, "hint: name it a.safetensors")
     assert cli("export", made, tmp_path / "a.pt", "--strip", "model/")[0] == 2
 
 

@@ -142,6 +142,7 @@ def test_undelete_of_what_is_not_removed(cli, place):
 def test_undelete_of_what_gc_has_freed_says_so(cli, place):
     removed(cli, place)
     assert cli("gc", place, "--now", "--yes")[0] == 0
+    assert "aborted" not in cli("ls", place)[1], "it was removed, and nothing is left to look at"
     status, _, err = cli("undelete", place, "2", "--run", "gpt")
     assert (status, err.splitlines()[0]) == (
         11,

@@ -155,6 +155,17 @@ def test_show_of_what_is_not_there_names_what_is_near(cli, made):
     )
 
 
+def test_show_of_one_that_verify_found_damaged_says_what_a_resume_does(cli, place):
+    assert "damage" not in cli("show", place, "--run", "gpt")[1]
+    (data,) = place.glob("runs/gpt/a0002/step-00000007/rank-00000.safetensors")
+    content = bytearray(data.read_bytes())
+    content[9000] ^= 1
+    data.write_bytes(content)
+    assert cli("verify", place, "--note")[0] == 12
+    out = cli("show", place, "--run", "gpt")[1]
+    assert "damage   `tenuto verify` found some; a resume passes over this checkpoint" in out
+
+
 def test_show_of_a_damaged_one_says_so(cli, place):
     flip(place / "runs/gpt/a0002/step-00000007/rank-00000.index", 300)
     status, _, err = cli("show", place, "--run", "gpt")

@@ -207,7 +207,10 @@ def test_resolve_says_what_there_is(repo: Repo, make: Any) -> None:
     make.attempt(1)
     with pytest.raises(CheckpointNotFound, match="no checkpoint yet"):
         resolve(repo, "gpt")
-    for step in (10, 20, 30):
+    make.checkpoint(1, 10)
+    with pytest.raises(CheckpointNotFound, match="the nearest is 10"):
+        resolve(repo, "gpt", 21)
+    for step in (20, 30):
         make.checkpoint(1, step)
     with pytest.raises(CheckpointNotFound, match="the nearest are 10, 20, 30"):
         resolve(repo, "gpt", 21)

@@ -50,7 +50,7 @@ def test_no_repository(tmp_path: Path) -> None:
     assert said(NotARepository, lambda: Repo.open(store)) == (
         f"there is no Tenuto repository at {store.url}",
         store.url,
-        "tenuto.Checkpointer and tenuto.save create one by writing to it",
+        "name the directory that your script gives to tenuto.Checkpointer or tenuto.save; they create it",
     )
     Repo.create_or_open(LocalStore(tmp_path / "here" / "inner"))
     assert said(NotARepository, lambda: Repo.open(store))[2] == f"there is one at {store.url}/inner"

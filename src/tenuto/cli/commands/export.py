@@ -117,7 +117,7 @@ def _file(out: Path, entry: str | None, strip: str, include: Patterns | None, ex
 
         return TorchExport(out, include, exclude)
     raise UsageError(
-        f"{out} is neither a *.safetensors nor a *.pt file", subject=str(out), hint=f"{out.stem}.safetensors"
+        f"{out} is neither a *.safetensors nor a *.pt file", subject=str(out), hint=f"name it {out.stem}.safetensors"
     )
 
 

@@ -155,7 +155,10 @@ def _heading(found: RunRows) -> str:
         return f"run {found.run}: no checkpoint yet"
     checkpoints = count(found.checkpoints + found.more, _noun(found))
     shown = f", the newest {len(found.rows):,} take {size(found.bytes)}" if found.more else f", {size(found.bytes)}"
-    return f"run {found.run}: {checkpoints}{shown}"
+    trash = f"{len(found.removed):,} in the trash, {size(sum(row.bytes or 0 for row in found.removed))}"
+    if len(found.removed) == len(found.rows):
+        return f"run {found.run}: {trash}"
+    return f"run {found.run}: {checkpoints}{shown}{f'; {trash}' if found.removed else ''}"
 
 
 def _print(found: RunRows) -> None:
@@ -173,6 +176,8 @@ def _print(found: RunRows) -> None:
         dispensable=("RANKS", "CREATED", *reversed(titles[1:]), "SIZE", *titles[:1], "AGE"),
     )
     for row in found.rows:
+        if row.freed:
+            continue
         seconds = age_s(row.created)
         table.add(
             attempt_key(row.id.attempt),

@@ -131,7 +131,7 @@ def _page(repo: Repo, where: str, manifest: Manifest, loaded: Contents, notes: t
 
     metrics = with_notes(manifest.metrics, notes)
     place = f"{repo.url.rstrip('/')}/{manifest.id.directory}"
-    unusual = [*_unusual(repo, manifest, loaded, metrics)]
+    unusual = [*_damage(notes), *_unusual(repo, manifest, loaded, metrics)]
     marks = _marks(repo, manifest.id, notes)
     page = Page(manifest, loaded, place, marks, *verdict_of(manifest.certificate), metrics, unusual)
     for text in page.lines():
@@ -184,6 +184,13 @@ def _packs_by_place(repo: Repo, manifest: Manifest, loaded: Contents) -> dict[st
         urls = [store.url for store in copies_of(repo.store, f"{manifest.id.directory}/{pack.name}")]
         found.update(urls or [""])
     return dict(found)
+
+
+def _damage(notes: Sequence[Note]) -> Iterator[tuple[str, str]]:
+    from tenuto.repo.notes import verification_of
+
+    if verification_of(notes) == "suspect":
+        yield "damage", "`tenuto verify` found some; a resume passes over this checkpoint while its bytes are wrong"
 
 
 def _unusual(

@@ -66,6 +66,8 @@ class RunRow:
     verdict: Exactness | None = None
     """Whether a resume from it is exact, as its certificate says."""
     goes: str = ""
+    freed: bool = False
+    """Whether nothing is left of it but the mark of an aborted save, as where gc has emptied the trash."""
 
     @property
     def suspect(self) -> bool:
@@ -167,15 +169,17 @@ class RunRows:
         """Bytes of the checkpoints among the rows."""
         return sum(row.bytes or 0 for row in self.rows if row.state == self.counted)
 
+    @property
+    def removed(self) -> list[RunRow]:
+        return [row for row in self.rows if row.state == "removed"]
+
     def best_of(self, row: RunRow) -> list[str]:
         return [metric for metric, id in self.best.items() if id == row.id]
 
 
 def in_trash(runs: list[RunRows]) -> list[RunRows]:
     """Leaves only removed checkpoints, and runs that have any."""
-    found = [
-        replace(run, rows=tuple(row for row in run.rows if row.state == "removed"), counted="removed") for run in runs
-    ]
+    found = [replace(run, rows=tuple(run.removed), counted="removed") for run in runs]
     return [run for run in found if run.rows]
 
 
@@ -303,6 +307,7 @@ def _rows(
             message=cut or save.message,
             modes=modes_of(manifest) if manifest else {},
             verdict=exactness(manifest.certificate) if manifest else None,
+            freed=save.state == "closed" and save.begin is None and not any(True for _ in save.own()),
             goes=max((mark.goes for mark in valid_marks(repo, save)), default="") if save.state == "removed" else "",
         )
 

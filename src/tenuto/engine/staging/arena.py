@@ -188,8 +188,9 @@ class NoRoom(OSError):
 class Arena:
     """Host memory for one image. `buffer`: uint8, page aligned, `nbytes` long, a multiple of 4096.
 
-    kind: "shared memory", "anonymous" or "a window"; note: why it is not shared, or empty. window: bytes of memory
-    behind `buffer` where that is less than the whole, and what lies a window behind is overwritten; else None.
+    kind: "shared memory", "anonymous" or "a window"; note: why it is not shared, or empty; contended: another arena has
+    its slot, as that of the run's owner, who will be waited for, closed or left alone. window: bytes of memory behind
+    `buffer` where that is less than the whole, and what lies a window behind is overwritten; else None.
     """
 
     def __init__(
@@ -198,6 +199,7 @@ class Arena:
         slot: Slot | None = None,
         *,
         note: str = "",
+        contended: bool = False,
         window: int | None = None,
         nbytes: int | None = None,
         kind: str | None = None,
@@ -211,6 +213,7 @@ class Arena:
         self.window = window
         self.kind = kind or ("a window" if window is not None else "anonymous" if slot is None else "shared memory")
         self.note = note
+        self.contended = contended
         _mappings.add(memory)
 
     def frontier(self, end: int) -> int:
@@ -260,19 +263,19 @@ def acquire(
         raise UsageError(f"{repository!r} is not a repository id", subject=repository)
     length = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
     place = Slot(slots.SHARED_MEMORY, f"{repository}/{run_key(run)}", f"{rank}-{slot}")
-    memory, taken, note = None, None, ""
+    memory, taken, note, contended = None, None, "", False
     if shared:
         try:
             memory, taken = _shared(length, place), place
         except OSError as error:
-            note = error.strerror or str(error)
+            note, contended = error.strerror or str(error), isinstance(error, BlockingIOError)
     if memory is None:
         memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         prefer_huge_pages(memory)
     _advise(memory, "MADV_DONTFORK")
     if prewarm:
         _touch(memory)
-    return Arena(memory, taken, note=note)
+    return Arena(memory, taken, note=note, contended=contended)
 
 
 def acquire_window(nbytes: int, window: int) -> Arena:

@@ -135,7 +135,7 @@ class StagingBuffer(Generic[Source]):
             if STEPS_IN_WINDOW * step > arena.window:
                 arena = self.memory.acquire(layout.nbytes, step=step)
                 capturer = Capturer(flattened, layout, arena)
-        if arena.note:
+        if arena.note and not arena.contended:  # of an owner, the claim says what there is to say
             self._emitter.report(
                 f"saves are staged in memory of this process, since shared memory is not available ({arena.note})"
             )
