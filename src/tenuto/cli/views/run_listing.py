@@ -79,8 +79,8 @@ class RunRow:
         marks = ["latest"] if self.latest else []
         marks += [f"best {metric}{' of these' if of_these else ''}" for metric in best]
         if STATES[self.state]:
-            goes = f", kept until {self.goes[5:16].replace('T', ' ')}" if self.goes else ""
-            marks.append(f"{STATES[self.state]}{goes}")
+            marks.append(STATES[self.state])
+            marks += [f"kept until {self.goes[5:16].replace('T', ' ')}"] if self.goes else []
         if self.state == "committed" and not self.on_walk:
             marks.append("left behind")
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
