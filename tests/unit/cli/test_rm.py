@@ -44,7 +44,7 @@ def test_ls_trash_says_until_when_it_is_there(cli, place):
     created = datetime.fromisoformat(json.loads(mark.read_text())["created"])
     status, out, err = cli("ls", place, "--trash")
     head, _, row = out.splitlines()
-    assert (status, err, head) == (0, "", "run gpt: 1 removed checkpoint, 198 KiB")
+    assert (status, err, head) == (0, "", "run gpt: 1 in the trash, 198 KiB")
     assert row.split()[:2] == ["a0001", "2"] and re.search(r"removed, kept until \d\d-\d\d \d\d:\d\d", row)
     assert cli("ls", place, "--run", "gpt")[1].startswith("run gpt: 5 checkpoints, 990 KiB; 1 in the trash, 198 KiB\n")
     (run,) = json.loads(raw(cli, "ls", place, "--trash", "--json"))["runs"]

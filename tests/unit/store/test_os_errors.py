@@ -70,7 +70,7 @@ def test_a_put_says_where_it_failed(store, faulty, method, data, words, subject)
     act = lambda: put(store, data)  # noqa: E731
     refused(store, faulty, method, act, words, subject, errno.EIO, StoreError, "{} failed: {}")
     error = refused(store, faulty, method, act, words, subject, errno.ENOSPC, StoreFull, "no space while {}: {}")
-    assert "make room there" in error.hint and "tenuto rm" in error.hint
+    assert "make room there" in error.hint and "tenuto gc" in error.hint
 
 
 @pytest.mark.parametrize(("method", "act", "words", "subject"), READS, ids=lambda value: str(value)[:12])
