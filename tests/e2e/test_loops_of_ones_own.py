@@ -101,7 +101,7 @@ for form in ("nothing", "passed-by", "source", "settled", "steps"):
             whole, untouched = train(place + "/whole", form, ALL)
             whole.close()
             certificate = weights(model) == weights(untouched)
-    told[form] = certificate, [str(one.message) for one in caught if "tenuto" in str(one.message)]
+    told[form] = certificate, [str(one.message) for one in caught if issubclass(one.category, tenuto.TenutoWarning)]
 print(json.dumps(told), flush=True)
 if part == "first":
     os.kill(os.getpid(), signal.SIGKILL)

@@ -81,7 +81,7 @@ def _judged(*second: dict[str, Any]) -> list[str]:
 def test_r8_the_judge_sees_each_thing_that_is_not_as_it_has_to_be() -> None:
     right = (_began(1), _began(1), _line(2, [1]), _line(2, [9]))
     assert _judged(*right) == []
-    assert "went on from steps [1, 0]" in _judged(right[0], _began(0), *right[2:])[0]
+    assert "the ranks resumed from steps [1, 0]" in _judged(right[0], _began(0), *right[2:])[0]
     assert "another w" in _judged(right[0], _began(1, digests={"w": "x"}), *right[2:])[0]
     assert "took samples [9, 1]" in _judged(*right[:2], _line(2, [9]), _line(2, [1]))[0]
     assert "another state of numpy" in _judged(right[0], _began(1, marks={"numpy": "y", "python": "p1"}), *right[2:])[0]

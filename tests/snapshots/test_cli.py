@@ -114,7 +114,7 @@ def trained(where: Path) -> None:
     from tenuto.store.registry import open_store
 
     with fixed.fixed_identity():
-        claim(Repo.open(open_store(where / "checkpoints")), "small", CheckpointId("small", 1, 1))
+        claim(Repo.open(open_store(where / "checkpoints")), "small", CheckpointId("small", 1, 1), beat_s=3600.0)
 
 
 def newer_format(where: Path) -> None:

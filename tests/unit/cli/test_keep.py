@@ -42,7 +42,7 @@ run gpt: keep.latest(2) | keep.best(1, 'loss', mode='min')
 def test_keep_moves_into_the_trash_and_says_how_long_it_can_come_back(cli, place):
     status, out, err = cli("keep", place, "--run", "gpt", "--every-steps", "4", "--yes")
     assert (status, out.splitlines()[-1]) == (0, "2 checkpoints moved into the trash")
-    assert cli("ls", place, "--trash")[1].splitlines()[0] == "run gpt: 2 removed checkpoints, 397 KiB"
+    assert cli("ls", place, "--trash")[1].splitlines()[0] == "run gpt: 2 in the trash, 397 KiB"
     assert err.splitlines() == [
         "`tenuto undelete` can bring it back for 24 h; `tenuto gc` frees its space after 25 h",
         "hint: to free it now: tenuto gc /ckpts --now",

@@ -198,7 +198,11 @@ def _stdout_written() -> Iterator[None]:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it lasts as long as the process
         if isinstance(error, BrokenPipeError):
             raise
-        raise TenutoError(f"the output cannot be written: {error.strerror}", subject="stdout") from error
+        raise TenutoError(
+            f"the output cannot be written: {error.strerror}",
+            subject="stdout",
+            hint="make room where it goes, or send it elsewhere: `tenuto ls > /another/disk/file`",
+        ) from error
 
 
 def _is_shown(char: str) -> bool:
