@@ -16,6 +16,7 @@ def run(*arguments: str, timeout: float) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.campaign
 def test_r2_five_kills(tmp_path: Path) -> None:
     out = tmp_path / "account.json"

@@ -110,6 +110,7 @@ def test_snapshots_as_torch_save_takes_them_are_refused_before_anything_is_made(
     assert not (tmp_path / "ckpts").exists()
 
 
+@pytest.mark.long
 def test_a_number_that_never_counts_is_told_and_what_is_known_is_no_gap(tmp_path: Path, script: Path) -> None:
     done = run(script, "given", tmp_path / "ckpts")
     assert done.returncode == 0
@@ -152,6 +153,7 @@ def test_where_the_data_or_the_optimizer_was_out_of_sight_nothing_is_promised(
     assert f", verified; unknown: {why[0]}{more})" in run(script, form, tmp_path / "ckpts").stderr
 
 
+@pytest.mark.long
 def test_certify_names_the_missing_data_first(tmp_path: Path, script: Path) -> None:
     where = tmp_path / "ckpts"
     done = tenuto("certify", "--steps", 4, "--more", 4, where, "--", sys.executable, script, "passed", where)
