@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-long lint format reference docs bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
+.PHONY: setup demo test test-long test-stores test-trainers lint format reference docs bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
 
 # Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,7 +23,10 @@ demo: setup
 
 # One thread of torch's for each of many small processes. Three workers on two cores: much of the time a test waits for processes.
 # A file is one worker's, which sets up its fixtures once; tests/conftest.py says which begin first.
-test test-long: export OMP_NUM_THREADS = 1
+test test-long test-stores test-trainers: export OMP_NUM_THREADS = 1
+# The tests' directories lie in memory where 4 GiB of that are free: each save is flushed, and what a disk makes of that few
+# tests ask (they take theirs elsewhere), and `make test-long`.
+test: export PYTEST_DEBUG_TEMPROOT = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -ge 4194304 2>/dev/null && echo /dev/shm)
 
 test: setup
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
@@ -31,6 +34,18 @@ test: setup
 # What takes long and is looked at from another side by `make test` too.
 test-long: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal --long
+
+# Against real servers on loopback, which are installed below build/servers: Ceph, Azurite, rclone, moto and HDFS. Where a
+# machine cannot have one its tests are skipped by name, but with TENUTO_STORES_REQUIRED=1 or CI set they fail.
+test-stores: setup
+	$(BIN)/python tests/stores/install.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/stores
+
+# In environments of their own below build/trainers: trainers do not agree on what they depend on. TRAINERS="torch jax" runs
+# only these. One that this machine cannot have is skipped by name, but with TENUTO_TRAINERS_REQUIRED=1 it fails.
+test-trainers: setup
+	$(BIN)/python tests/trainers/install.py $(TRAINERS)
+	$(BIN)/python tests/trainers/run.py $(TRAINERS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -74,6 +89,8 @@ bench: setup
 	$(BIN)/python benchmarks/p8_memory.py --gib 1
 	$(BIN)/python benchmarks/p9_restart.py --gib 1
 	$(BIN)/python benchmarks/p11_planning.py
+	$(BIN)/python benchmarks/p12_codecs.py --rounds 15
+	$(BIN)/python benchmarks/p13_space.py
 	$(BIN)/python benchmarks/p17_one_off.py --gib 0.5
 	$(BIN)/python benchmarks/many_checkpoints.py
 	$(BIN)/python benchmarks/table.py

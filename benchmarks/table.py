@@ -40,7 +40,7 @@ Document = dict[str, Any]
 class Row:
     """`own`: Tenuto's figure in the result, and what is said beside it; `beside`: others' figures and their words.
 
-    `{gib}` in `what` is the state's size. `figures`: "median_s", "median_bytes" or "share_lost".
+    `{gib}` in `what` is the state's size. `figures`: "median_s", "median_bytes", "share_lost" or "stored_share".
     """
 
     id: str
@@ -68,6 +68,8 @@ def rows() -> list[Row]:
         *(row for size in UNSIZED for row in _memory(f"p8_memory{size}")),
         *(_restart(f"p9_restart{size}") for size in SIZES),
         _planning(),
+        *_space(),
+        *_codecs(),
     ]
 
 
@@ -237,6 +239,54 @@ def _planning() -> Row:
     )
 
 
+def _codecs() -> list[Row]:
+    others = (
+        "zstd-1, whole chunks",
+        "zstd-9, whole chunks",
+        "blosc2, shuffle and zstd-1",
+        "OpenZL, exponents by Huffman",
+    )
+    words = dict(zip(others, ("zstd-1", "zstd-9", "blosc2", "OpenZL"), strict=True))
+    parts = (("weights bf16", "planes2-zstd"), ("weights fp32", "planes4-zstd"), ("moment v fp32", "planes4-zstd"))
+
+    def row(part: str, own: str, begin: str, what: str, figures: str, beside: Sequence[str]) -> Row:
+        named = tuple((f"{begin}{one}, {part}", words.get(one, one)) for one in beside)
+        return Row("p12_codecs", what, f"{begin}{own}, {part}", named, None, figures)
+
+    def on(part: str) -> str:
+        return part.replace("moment v", "second moments of Adam,").replace("steps on", "steps after their base")
+
+    later = (("weights bf16, 10 steps on", "delta2-zstd"), ("weights fp32, 10 steps on", "delta4-zstd"))
+    return [
+        *(row(part, own, "", f"stored of trained {on(part)}", "stored_share", others) for part, own in parts),
+        *(row(part, own, "", f"stored of {on(part)}", "stored_share", ("zstd-1 of XOR",)) for part, own in later),
+        *(
+            row(*parts[0], f"{way}: ", f"{way[:-1]}ing 4.7 MiB of bf16 weights on one core", "median_s", others)
+            for way in ("encode", "decode")
+        ),
+    ]
+
+
+def _space() -> list[Row]:
+    """What a save puts, index and manifest counted in, and how long it takes."""
+    found = []
+    for gap in (1, 10):
+        for kind, words in (
+            ("adapters", "adapters on a frozen model"),
+            ("full", "a full fine-tune"),
+            ("head", "a head on a frozen embedding"),
+            ("experts", "16 experts, a few in use"),
+        ):
+            begin, after = f"{kind}, gap {gap}: ", f"{words}, {gap} step{'s' if gap > 1 else ''} after the last save"
+            for figures, what, end in (
+                ("median_bytes", "put by a save of", "put by a save"),
+                ("median_s", 'durable save, `encoding="small"`, of', "save"),
+            ):
+                beside = tuple((f"{begin}{name}: {end}", f'`"{name}"`') for name in ("dedupe", "auto", "plain"))
+                found.append(Row("p13_space", f"{what} {after}", f"{begin}small: {end}", beside, None, figures))
+    return found
+
+
 def rows_of_ranks() -> list[Row]:
     """Of jobs of several processes; each figure is the slowest rank's."""
     return [row for ranks in RANKS for size in SIZES for row in _of_ranks(ranks, size)] + _reshards()
@@ -385,7 +435,7 @@ def size(document: Document) -> str:
 
 
 def _figure(row: Row, value: float) -> str:
-    if row.figures == "share_lost":
+    if row.figures in ("share_lost", "stored_share"):
         return f"{value * 100:.1f} %"
     if row.figures == "median_bytes":
         return f"{value / MIB:,.0f} MiB"

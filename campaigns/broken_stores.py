@@ -2,61 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from tenuto.model.records import Receipt
-from tenuto.store.contract import Bytes, Capabilities, Content, Entry, Listing, Reader, Stat, Store
+from tenuto.store.contract import Bytes, Content, Store
+from tenuto.store.wrappers.delegating import DelegatingStore
 
 
-class StoreLayer:
-    """Passes everything on to `inner`."""
-
-    def __init__(self, inner: Store) -> None:
-        self.inner = inner
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    def probe(self) -> Capabilities:
-        return self.inner.probe()
-
-    def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
-        return self.inner.put_if_absent(name, content, token=token)
-
-    def get(self, name: str, *, limit: int) -> bytes:
-        return self.inner.get(name, limit=limit)
-
-    def open(self, name: str) -> Reader:
-        return self.inner.open(name)
-
-    def stat(self, name: str) -> Stat:
-        return self.inner.stat(name)
-
-    def children(self, prefix: str) -> Listing:
-        return self.inner.children(prefix)
-
-    def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
-        return self.inner.walk(prefix, leftovers=leftovers)
-
-    def delete(self, names: Sequence[str] | Iterable[str]) -> None:
-        self.inner.delete(names)
-
-    def settle(self, name: str) -> None:
-        self.inner.settle(name)
-
-    def free_bytes(self) -> int | None:
-        return self.inner.free_bytes()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-class PutLate(StoreLayer):
+class PutLate(DelegatingStore):
     """Puts of names that end in `late` are acknowledged at once and done after the next put whose name ends in
     `after`; until then the writer sees them as if they were there."""
 
@@ -96,7 +49,7 @@ class TrashLate(PutLate):
             self.inner.put_if_absent(held, Bytes(data), token=by)
 
 
-class DeleteLate(StoreLayer):
+class DeleteLate(DelegatingStore):
     """Deletions of names that end in `late` are acknowledged at once and done after the next deletion of others."""
 
     def __init__(self, inner: Store, late: str) -> None:

@@ -11,7 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +30,7 @@ from tenuto.maintenance import gc, remove, retention, undelete
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, Manifest, PackEntry
 from tenuto.policy import keep
+from tenuto.policy.encoding import PLAIN, Encoding
 from tenuto.repo.commit import begin, commit, put_index
 from tenuto.repo.format.manifest import Aborted, content_digest
 from tenuto.repo.format.object_names import index_file
@@ -52,6 +53,7 @@ from tenuto.testing.recorder import Recorder
 from tenuto.testing.simulated_disk import DiskImage, SimulatedDisk
 
 RUN = "main"
+DEDUPE = Encoding(codec=None, workers=1)
 
 
 def state_at(seed: int, attempt: int, step: int, *, elements: int) -> dict[str, Any]:
@@ -62,6 +64,11 @@ def state_at(seed: int, attempt: int, step: int, *, elements: int) -> dict[str, 
         "optimizer": {"moments": source.random((3, elements // 3), np.float32), "rate": float(source.random())},
         "step": step,
     }
+
+
+def partly_frozen_at(seed: int, attempt: int, step: int, *, elements: int) -> dict[str, Any]:
+    """Some training state of which the greater part is the same at every step."""
+    return {**state_at(seed, attempt, step, elements=9), "frozen": state_at(seed, 0, 0, elements=elements)["model"]}
 
 
 def saved(state: dict[str, Any]) -> Saved:
@@ -171,16 +178,25 @@ class Job:
         """Killed: nothing is released, and from now on others see it."""
         self.program.processes.end(self.number)
 
-    def save_by_engine(self, *steps: int) -> None:
-        """Saves as a training does: through the engine, its arena and its writing thread."""
+    def save_by_engine(
+        self,
+        *steps: int,
+        encoding: Encoding = PLAIN,
+        state_of: Callable[..., dict[str, Any]] = state_at,
+        before: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """Saves as a training does: through the engine, its arena and its writing thread. `before` is called before
+        each step's."""
         attempt = self.attempt
         assert attempt is not None
-        saver = Saver(self.repo, attempt.run)
+        saver = Saver(self.repo, attempt.run, encoding=encoding)
         saver.attempt = attempt
         try:
             for step in steps:
+                before(step)
+                self.act()
                 id = CheckpointId(attempt.run, attempt.number, step)
-                state = state_at(self.program.seed, attempt.number, step, elements=self.program.elements)
+                state = state_of(self.program.seed, attempt.number, step, elements=self.program.elements)
                 self.mark("begun", id, saved(state))
                 handle = Save(id, self.program.source.randbytes(16).hex())
                 saver.save(
@@ -196,6 +212,12 @@ class Job:
                 self.mark("acknowledged", id)
         finally:
             saver.close()
+
+    def save_deduped(self, *steps: int, before: Callable[[int], None] = lambda step: None) -> list[CheckpointId]:
+        """The same of a state that hardly changes; what earlier saves have is named and not written again."""
+        self.save_by_engine(*steps, encoding=DEDUPE, state_of=partly_frozen_at, before=before)
+        assert self.attempt is not None
+        return [CheckpointId(self.attempt.run, self.attempt.number, step) for step in steps]
 
     def save_in_flight(self, *steps: int) -> None:
         """The same with all of them in flight at once: none is written before all are captured, so that a recording is
@@ -259,6 +281,7 @@ class Job:
     def retain(self, newest: int) -> None:
         """Retention by this attempt. Whatever it plans, it may never remove what `latest` means (I7)."""
         assert self.attempt is not None
+        self.act()
         plan = retention.plan_retention(self.repo, self.attempt, keep.latest(newest))
         going = [id for id in plan.dropped if id != latest(self.repo, self.attempt.run)]
         for id in going:
@@ -273,6 +296,16 @@ class Job:
         for id in removed:
             self.mark("gc begun", id)
         gc.execute(self.repo, gc.plan_gc(self.repo, grace_s=0.0))
+
+    def spare(self, *spared: CheckpointId) -> None:
+        """A visit of gc for which the grace of all but `spared` is over."""
+        plan = gc.plan_gc(self.repo)
+        going = [replace(found, due=found.id not in spared) for found in plan.garbage]
+        gc.execute(self.repo, replace(plan, garbage=tuple(going)))
+
+    def collect_now(self) -> None:
+        """A visit of gc that waits for nothing. What it finds in the trash can be needed, or the last that is left."""
+        gc.execute(self.repo, gc.plan_gc(self.repo, now=True, force=False))
 
     def remove(self, id: CheckpointId) -> None:
         """`rm`: while it is under way the checkpoint is in its place or in the trash, afterwards in the trash."""

@@ -17,7 +17,9 @@ from unittest import mock
 from campaigns.persistence import Persistence
 from campaigns.recorded_jobs import RUN, Job, Program
 from campaigns.simulated_processes import Processes
+from tenuto.crashpoints import armed
 from tenuto.errors import TenutoError
+from tenuto.maintenance import gc
 from tenuto.model.ids import CheckpointId
 from tenuto.store.contract import Store
 from tenuto.store.local.syscalls import FileSystem
@@ -222,6 +224,79 @@ def retained(program: Program) -> None:
     other.release()
 
 
+def resting_on_others(program: Program) -> None:
+    """Saves that name packs of others, of which those are removed by retention and by hand, and gc in between."""
+    job = program.start()
+    job.claim()
+    operator = program.start()
+
+    def collect(step: int) -> None:
+        if step == 30:
+            job.retain(1)
+        operator.act()
+        operator.collect_now()
+
+    _, second, _ = job.save_deduped(10, 20, 30, before=collect)
+    job.retain(2)
+    job.release()
+    job.die()
+    operator.act()
+    operator.remove(second)
+    operator.spare(second)
+    operator.undelete(second)
+    other = program.start()
+    other.claim()
+    other.save_deduped(40)
+    other.save(50)
+    other.retain(1)
+    operator.act()
+    operator.collect()
+
+
+def removed_with_its_base(program: Program) -> None:
+    """A checkpoint and what it rests on are removed; gc frees the one whose grace is over first, and may not."""
+    job = program.start()
+    job.claim()
+    first, second = job.save_deduped(10, 20)
+    job.save(30)
+    job.release()
+    job.die()
+    operator = program.start()
+    operator.remove(first)
+    operator.remove(second)
+    operator.spare(second)
+    operator.undelete(second)
+    operator.remove(second)
+
+
+def resting_while_gc_runs(program: Program) -> None:
+    """A save names the packs of a checkpoint that somebody has removed, while gc frees that."""
+    job = program.start()
+    job.claim()
+    operator = program.start()
+
+    plans: list[gc.GcPlan] = []
+
+    def remove(step: int) -> None:
+        if step == 30:
+            job.act()
+            job.save(20)
+            operator.act()
+            operator.remove(CheckpointId(RUN, 1, 10))
+            plans.append(gc.plan_gc(operator.repo, now=True))
+
+    def free() -> None:
+        if plans:
+            operator.act()
+            operator.mark("gc begun", CheckpointId(RUN, 1, 10))
+            gc.execute(operator.repo, plans.pop())
+            job.act()
+
+    with armed("pack durable, index not yet", free):
+        job.save_deduped(10, 30, before=remove)
+    job.release()
+
+
 @dataclass(frozen=True)
 class Scenario:
     """`faults`: strike beneath the recorder (the disk itself) or above it (a lost reply)."""
@@ -261,7 +336,7 @@ def killed(scenario: Scenario, seed: int, after: int, seeded: Seeded = NOTHING) 
     """`scenario` killed after `after` changing calls; a successor over the same running machine claims and saves. None
     if the program ends before."""
     program = scenario.program(seed, seeded)
-    with program.running():
+    with program.running(), silent_threads():  # of the dead process too, which may end late
         before = program.recorder.log
         inner = program.above
         mortal: list[Mortal] = []
@@ -273,8 +348,7 @@ def killed(scenario: Scenario, seed: int, after: int, seeded: Seeded = NOTHING) 
 
         program.above = above
         try:
-            with silent_threads():
-                scenario.play(program)
+            scenario.play(program)
         except Killed:
             pass
         else:
@@ -352,5 +426,8 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("removed by hand", removed_by_hand),
         Scenario("garbage collected", collected),
         Scenario("retention", retained),
+        Scenario("resting on others", resting_on_others),
+        Scenario("removed with its base", removed_with_its_base),
+        Scenario("resting while gc runs", resting_while_gc_runs),
     )
 }

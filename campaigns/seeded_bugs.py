@@ -18,12 +18,16 @@ from campaigns.scenarios import Seeded
 from campaigns.simulated_processes import replacing
 from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.errors import AlreadyExists, ObjectNotFound
+from tenuto.maintenance import gc
+from tenuto.maintenance.census import Census
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Receipt
 from tenuto.policy.keep import KeepPolicy, KeepVerdict
-from tenuto.repo import lineage, unfinished
+from tenuto.repo import bases, lineage, unfinished
+from tenuto.repo.catalog import Snapshot
 from tenuto.repo.format import objects
 from tenuto.repo.ownership import claim
+from tenuto.repo.ownership.owner_watch import Finished
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes, Store
 from tenuto.store.local import directories
@@ -31,6 +35,12 @@ from tenuto.store.local.store import LocalStore
 from tenuto.testing.checker import PLACE
 
 SAVES = ("first save",)
+_ORIGINAL = (gc.needs_in,)
+
+
+def _only_of_committed(repo: Repo, census: Census, finished: Finished) -> dict[CheckpointId, set[CheckpointId]]:
+    found = _ORIGINAL[0](repo, census, finished)
+    return {base: {id for id in others if repo.exists(id)} for base, others in found.items()}
 
 
 @dataclass(frozen=True)
@@ -270,6 +280,30 @@ BUGS: tuple[Bug, ...] = (
         "removed by hand",
     ),
     Bug("retention takes the newest", "the run has nothing to go on from", patch=_drop_all, scenarios=("retention",)),
+    Bug(
+        "gc looks at no base",
+        "packs of a removed checkpoint are freed while others name them",
+        patch=lambda: replacing(gc.needs_in, lambda *_: {}),
+        scenarios=("resting on others",),
+    ),
+    Bug(
+        "retention looks at no base",
+        "packs of a dropped checkpoint are freed while others name them",
+        patch=lambda: mock.patch.object(Snapshot, "needs", lambda *_: {}),
+        scenarios=("resting on others",),
+    ),
+    Bug(
+        "a base is not looked for",
+        "a save names packs that are being freed",
+        patch=lambda: replacing(bases.usable_bases, lambda repo, id, named, **_: tuple(named)),
+        scenarios=("resting while gc runs",),
+    ),
+    Bug(
+        "what is in the trash needs nothing",
+        "a checkpoint in the trash cannot be brought back: packs that it names are freed",
+        patch=lambda: replacing(gc.needs_in, _only_of_committed),
+        scenarios=("removed with its base",),
+    ),
     Bug(
         "digests not checked on read",
         "rotten bytes are restored",

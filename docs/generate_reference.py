@@ -24,7 +24,19 @@ GROUPS = {
     "training.md": (
         "Train, and resume",
         "The Checkpointer, when it saves, what it keeps, and what it reports.",
-        ["Checkpointer", "every", "on", "keep", "Save", "Stats", "Timing", "RankTimings", "Preempted"],
+        [
+            "Checkpointer",
+            "every",
+            "on",
+            "keep",
+            "late",
+            "Save",
+            "Stats",
+            "Timing",
+            "RankTimings",
+            "Preempted",
+            "Encoding",
+        ],
     ),
     "save-and-load.md": (
         "Save and load",
@@ -39,12 +51,13 @@ GROUPS = {
     "ranks.md": (
         "Many GPUs",
         "What several processes hold, where torch does not say it, and how they meet.",
-        ["shard", "fused", "flat", "per_rank", "replicated", "declare", "SharedFiles", "Solo"],
+        ["shard", "fused", "flat", "per_rank", "replicated", "first_rank", "declare", "SharedFiles", "Solo"],
     ),
     "places.md": (
         "Several locations",
-        "A repository on the disk of each node, or in several copies. Pass either wherever a path goes.",
-        ["PerNode", "Mirror"],
+        "A repository in tiers, on the disk of each node, in several copies, over several mounts, or behind a cache. "
+        "Pass one wherever a path goes.",
+        ["Tiers", "Tier", "PerNode", "Mirror", "Stripe", "Cached"],
     ),
 }
 """The names of `tenuto` by task; each page's title and first sentence. Errors have a page of their own."""
@@ -57,7 +70,11 @@ HIDDEN = {
     "keep.protections",
     "SharedFiles.is_coordinator", "SharedFiles.kv_store", "Solo.__init__", "Solo.kv_store",
     "telemetry.JsonLines.emit", "telemetry.LogSink.emit", "telemetry.ProgressBar.emit",
-    "Stats.__init__", "Timing.__init__", "Timing.read", "Timing.to_json",
+    "Tiers.home_tier", "Tiers.slower", "Stats.__init__", "Timing.__init__", "Timing.read", "Timing.to_json",
+    *(f"{place}.{method}" for place in ("Stripe", "Cached") for method in (
+        "url", "capabilities", "probe", "put_if_absent", "open", "get", "stat", "children", "walk", "delete", "settle",
+        "free_bytes", "close",
+    )), "Cached.holds",
 }  # fmt: skip
 """Public in Python, and for Tenuto's own use: they take or give what only the engine has."""
 
@@ -74,6 +91,7 @@ def pages() -> dict[str, str]:
         "errors.md": HEAD + "\n".join(errors(package)),
         "logging.md": HEAD + "\n".join(sinks(package)),
         "events.md": HEAD + "\n".join(events(package)),
+        "settings.md": HEAD + "\n".join(settings()),
         "command-line.md": HEAD + "\n".join(command_line()),
     }
 
@@ -91,6 +109,7 @@ def contents(package: Any) -> Iterator[str]:
     yield "| [`tenuto.errors`](errors.md) | the tree of errors, and the exit status of each |"
     yield "| [`tenuto.telemetry`](logging.md) | sinks: logging, a progress bar, JSON lines |"
     yield "| [`tenuto.events`](events.md) | what sinks receive |"
+    yield "| [`tenuto.toml`](settings.md) | every key of the settings file |"
     yield "| [`tenuto`](command-line.md) | the command, its options and exit statuses |\n"
 
 
@@ -127,6 +146,7 @@ def torch(package: Any) -> Iterator[str]:
     yield from documented(
         package["integrations.torch.data.sampler.ResumableSampler"], "tenuto.torch.ResumableSampler", level=2
     )
+    yield from documented(package["integrations.torch.data.resumable.resumable"], "tenuto.torch.resumable", level=2)
 
 
 def module(name: str, found: Any) -> Iterator[str]:
@@ -249,6 +269,32 @@ def events(package: Any) -> Iterator[str]:
     for name, found in package["events"].members.items():
         if not found.is_alias and found.is_class and issubclass(getattr(told, name), told.Event):
             yield from documented(found, f"tenuto.events.{name}", level=2)
+
+
+def settings() -> Iterator[str]:
+    """Every key of the settings file, from its own table."""
+    from tenuto.training.config.keys import KEYS, Key, Table, flat
+
+    yield "# `tenuto.toml`\n"
+    yield "The keys of the [settings file](../guides/settings.md), for `Checkpointer.from_config`. A key that is left"
+    yield "out has its default. `TENUTO_` and the key in capitals, `__` for a dot, is the variable that overrides it:"
+    yield "`TENUTO_SAVE__STEPS=200`, `TENUTO_TIERS__NVME__CAPACITY=1TB` (a tier by its name, or its number from 0)."
+    yield "Text is written without quotes there, anything else as in the file.\n"
+
+    def rows(keys: Any) -> Iterator[str]:
+        yield "| key | value | unit | default | what, and why this default |\n|---|---|---|---|---|"
+        for key in keys:
+            default = "required" if key.required else f"`{key.default}`" if key.default else ""
+            value = key.kind.name.replace("|", "\\|")
+            yield f"| `{key.name}` | {value} | {key.unit} | {default} | {key.about} {key.reason} |"
+        yield ""
+
+    yield from rows(key for key in KEYS if isinstance(key, Key))
+    for name, table in flat():
+        if isinstance(table, Table):
+            head = f"[[{name}]]" if table.many else f"[{name}]"
+            yield f"## `{head}`\n\n{table.about} Left out: {table.default}.\n"
+            yield from rows(key for key in table.keys if isinstance(key, Key))
 
 
 def command_line() -> Iterator[str]:

@@ -33,6 +33,7 @@ on.drop("loss", by="5%")
 keep.latest(3)
 keep.latest(2) | keep.best(3, "val_loss")
 keep.latest(2) | keep.best(3, "accuracy", mode="max") | keep.every(hours=24)
+keep.within(days=2) | keep.daily(14) | keep.weekly(8) | keep.every(steps=100_000)
 """,
     "tenuto.Stats": """
 print(ckpt.stats)
@@ -90,6 +91,28 @@ state = {"table": tenuto.shard(rows, dim=0, rank=0, of=4)}
 """,
     "tenuto.per_rank": """
 state["seen"] = tenuto.per_rank({"batches": 0})  # each rank saves its own
+""",
+    "tenuto.Stripe": """
+where = tenuto.Stripe("nvme0/checkpoints", "nvme1/checkpoints")  # commands take stripe:///nvme0/…,/nvme1/…
+tenuto.save({"model": model}, where)
+""",
+    "tenuto.Cached": """
+tenuto.save({"model": model}, "far/checkpoints")
+where = tenuto.Cached("far/checkpoints", "scratch/cache", limit="200GB")
+tenuto.load(where, into={"model": model})
+""",
+    "tenuto.Tier": """
+from tenuto import keep
+
+archive = tenuto.Tier("archive/run", save=tenuto.every(steps=1000), keep=keep.all(), bandwidth="200MB/s")
+""",
+    "tenuto.Tiers": """
+import tenuto
+
+place = tenuto.Tiers(tenuto.Tier("fast/run"), tenuto.Tier("archive/run"))
+with tenuto.Checkpointer(place, {"model": model}, save=tenuto.every(steps=100)) as ckpt:
+    for step in ckpt.steps(200):
+        ...
 """,
     "tenuto.PerNode": """
 import tenuto

@@ -6,6 +6,9 @@ import signal
 import pytest
 from hypothesis import settings
 
+from tenuto.state import frameworks
+from tenuto.training import snapshot
+
 # A slow machine fails no example; searches for long are the campaigns'.
 settings.register_profile("unhurried", parent=settings.default, deadline=None, max_examples=50)
 settings.load_profile("unhurried")
@@ -18,7 +21,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays. A process that a test forks would look through it all, and so copy its pages."""
+    """What is loaded by now stays: a process that a test forks would look through it all, and so copy its pages. And
+    what each process that trains finds out once, from the installed packages and from git, those that are forked know.
+    """
+    frameworks.declared()
+    snapshot.code_identity()
     gc.collect()
     gc.freeze()
 
@@ -33,11 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 LONGEST = [
+    "unit/integrations/torch_state/test_sharded_ranks.py",
     "multiprocess/test_ranks_phases.py",
     "e2e/test_exact_resume.py",
     "crash/test_signals.py",
     "e2e/test_resume_ranks.py",
-    "multiprocess/test_rank_kills.py",
     "multiprocess/test_memory.py",
     "e2e/test_certify.py",
     "multiprocess/test_ranks_lost.py",
@@ -55,7 +62,6 @@ LONGEST = [
     "e2e/test_demo.py",
     "unit/training/test_processes.py",
     "e2e/test_loops_of_ones_own.py",
-    "multiprocess/test_layouts.py",
     "e2e/test_memory_neighbours.py",
     "e2e/test_memory_hostile.py",
     "mutation/test_run.py",

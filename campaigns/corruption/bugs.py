@@ -12,8 +12,9 @@ import numpy as np
 
 from campaigns.corruption.units import Unit, run_unit
 from campaigns.simulated_processes import replacing
-from tenuto.engine.read import choose
+from tenuto.engine.read import choose, encoded_chunks
 from tenuto.engine.read.chunk_reader import ChunkReader
+from tenuto.engine.read.encoded_chunks import ChunkDecoder
 from tenuto.errors import CorruptionError, ObjectNotFound
 from tenuto.maintenance import findings, inspect, verify
 from tenuto.model import canonical_json
@@ -150,6 +151,33 @@ def _chunks_not_compared() -> AbstractContextManager[Any]:
     return mock.patch.object(ChunkReader, "_check", lambda *rest: None)
 
 
+def _stored_bytes_not_compared() -> AbstractContextManager[Any]:
+    """Encoded chunks are taken as they are found, and as they are decoded."""
+
+    class _AllEqual:
+        def __getitem__(self, number: int) -> Any:
+            return mock.Mock(tobytes=lambda: mock.ANY)
+
+    def init(self: ChunkDecoder, *given: Any) -> None:
+        whole(self, *given)
+        self._stored = replace(self._stored, digests=_AllEqual())  # type: ignore[arg-type]
+
+    whole = ChunkDecoder.__init__
+    return mock.patch.multiple(ChunkDecoder, __init__=init, _named=lambda *rest: mock.ANY)
+
+
+def _others_packs_not_verified() -> AbstractContextManager[Any]:
+    """Verify looks at a checkpoint's own packs alone."""
+    check = inspect._check_copy
+
+    def lenient(store: Any, id: Any, index: Any, number: int) -> Any:
+        if index.packs[number].at is not None:
+            return inspect._CopyCheck()
+        return check(store, id, index, number)
+
+    return mock.patch.object(inspect, "_check_copy", lenient)
+
+
 def _zeroes_are_holes() -> AbstractContextManager[Any]:
     """A chunk of nothing but zeroes is taken for one that a sparse file left out."""
     check = ChunkReader._check
@@ -166,8 +194,9 @@ def _zeroes_are_holes() -> AbstractContextManager[Any]:
 
 
 def _silent_fallback() -> AbstractContextManager[Any]:
-    def silent(*arguments: Any, **options: Any) -> tuple[Any, list[Any]]:
-        return whole(*arguments, **options)[0], []
+    def silent(*arguments: Any, **options: Any) -> tuple[Any, list[Any], Any]:
+        found, _, newest = whole(*arguments, **options)
+        return found, [], newest
 
     whole = choose.choose
     return mock.patch.object(choose, "choose", silent)
@@ -273,7 +302,8 @@ def _false_alarm() -> AbstractContextManager[Any]:
     return mock.patch.object(findings, "_strangers", loud)
 
 
-CHUNKS, STEPS = ("chunks",), ("steps",)
+CHUNKS, STEPS, ENCODED = ("chunks",), ("steps",), ("encoded",)
+PACK: Final = ("pack",)
 BUGS: Final = (
     Bug("chunk digests not compared on load", "other bytes are restored (I5)", _chunks_not_compared),
     Bug("a pack's header is not looked at", "a renamed tensor passes", _headers_skipped, CHUNKS, ("pack",)),
@@ -281,6 +311,9 @@ BUGS: Final = (
     Bug("chunk digests not compared by verify", "rot is not reported", _chunks_not_verified),
     Bug("seals not compared", "a changed field of a small object passes", _seal_not_compared),
     Bug("a copy is accepted", "another object counts under this name", _copy_accepted, STEPS, ("begin", "lease")),
+    Bug("stored bytes not compared", "encoded chunks give other bytes (I5)", _stored_bytes_not_compared, ENCODED, PACK),
+    Bug("no digest of encoded chunks", "any bytes are decoded (I5)", _no_digest(encoded_chunks), ENCODED, PACK),
+    Bug("packs of others not verified", "lost bases are not reported", _others_packs_not_verified, ENCODED, PACK),
     Bug("a pack's length is trusted", "bytes behind a pack's end pass", _length_trusted),
     Bug("a leaf's last chunk is skipped", "rot at leaves' ends is not reported", _last_chunk_skipped),
     Bug("every other chunk is verified", "half of the rot is not reported", _every_other_chunk, CHUNKS),

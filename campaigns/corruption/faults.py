@@ -126,6 +126,15 @@ def _origin(name: str, other: str) -> str:
 
 
 def byte_classes(kind: str, data: bytes) -> Iterator[tuple[str, int, int]]:
+    if kind == "pack" and b'"tenuto.pack"' in data[:4096]:
+        block = 8 + int.from_bytes(data[:8], "little")
+        text = 8 + len(data[8:block].rstrip(b" "))
+        yield "header length", 0, 8
+        yield "header", 8, text
+        if block > text:
+            yield "header padding", text, block
+        yield "encoded chunks", block, len(data)
+        return
     if kind in ("pack", "index"):
         header = parse_header(data, name=kind)
         text = 8 + len(data[8 : header.length].rstrip(b" "))

@@ -75,6 +75,7 @@ def judge(shape: Shape, fault: Fault, *, walk: bool, whole: bool) -> Verdict:
         else:
             _judge_reading(shape, verdict, walk=walk)
             _judge_verify(shape, shape.repo, verdict, whole=whole)
+            _judge_resting(shape, verdict)
     finally:
         shape.place.objects[name] = was
     return verdict
@@ -102,6 +103,22 @@ def _judge_reading(shape: Shape, verdict: Verdict, *, walk: bool, repo: Repo | N
         _by_walk(shape, verdict, repo or shape.repo, id.run if id is not None else target.run)
     else:
         _by_step(shape, verdict, repo or shape.repo, id)
+
+
+def _judge_resting(shape: Shape, verdict: Verdict) -> None:
+    """What names a damaged pack of another checkpoint is exact, or refused by the pack's name; and verifying it says
+    so."""
+    target = verdict.fault.target
+    if target.kind != "pack" or target.id is None:
+        return
+    for id in shape.resting.get(target.id, ()):
+        other = Verdict(verdict.fault)
+        _by_step(shape, other, shape.repo, id)
+        if other.reading == "refused":
+            findings = execute(shape.repo, plan_verify(shape.repo, (id,)), threads=1).findings
+            if _reported(verdict.fault, findings) != "error":
+                other.problems.append("it cannot be read, and verifying it reports nothing")
+        verdict.problems += [f"{id}, which rests on it: {problem}" for problem in other.problems]
 
 
 def _by_step(shape: Shape, verdict: Verdict, repo: Repo, id: CheckpointId) -> None:

@@ -19,12 +19,14 @@ import numpy as np
 
 from campaigns.recorded_jobs import Faster, quiet, save_stages
 from campaigns.simulated_processes import Processes, replacing
+from tenuto.codec import choosing
 from tenuto.engine.read.choose import CheckpointLeaves, restore_checkpoint
 from tenuto.engine.save.job import Job
 from tenuto.maintenance import gc, remove
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.policy import keep
+from tenuto.policy.encoding import Encoding
 from tenuto.policy.save import every
 from tenuto.repo import repository
 from tenuto.repo.lineage import latest, walk
@@ -55,6 +57,8 @@ class Shape:
     objects: Mapping[str, bytes]
     """The untouched bytes by name."""
     twin: Mapping[str, bytes] = field(default_factory=dict)
+    resting: Mapping[CheckpointId, tuple[CheckpointId, ...]] = field(default_factory=dict)
+    """For each checkpoint those that name packs in its directory."""
 
     @property
     def place(self) -> SharedObjects:
@@ -191,11 +195,51 @@ def _loader(build: Builder) -> None:
     build.saved = {id: value for id, value in build.saved.items() if build.repo.exists(id)}
 
 
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Random generators of this process, whose states are saved too, from a seed."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    np.random.seed(seed)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def _encoded(build: Builder) -> None:
+    """Chains of differences, chunks that are named elsewhere, compressed or stored as they are, by two attempts."""
+    state: dict[str, Any] = {
+        "weights": build.numbers.standard_normal(400, np.float32),
+        "frozen": build.numbers.random(300, np.float32),
+        "bytes": build.numbers.integers(0, 256, 700, np.uint8),
+        "zeros": np.zeros(200),
+        "step": 0,
+    }
+    # Chunks of this size would be stored as they are: what is attacked here is what is made of larger ones.
+    with _seeded(build.seed), mock.patch.object(choosing, "SMALLEST_BYTES", 0):
+        for attempt, steps in ((1, range(1, 5)), (2, range(5, 7))):
+            with Checkpointer(
+                build.store, state, save=every(steps=1), keep=keep.all(), encoding=Encoding(delta=8)
+            ) as ckpt:
+                for step in ckpt.steps(steps[-1]):
+                    ckpt.wait()
+                    state["weights"] *= np.float32(1.0001)
+                    state["bytes"][step * 50] ^= 1
+                    state["step"] = step + 1
+                    copied = {
+                        name: value.copy() if isinstance(value, np.ndarray) else value for name, value in state.items()
+                    }
+                    build.saved[CheckpointId("main", attempt, step + 1)] = copied
+
+
 SHAPES: Mapping[str, tuple[int, Callable[[Builder], None]]] = {
     "steps": (1 << 18, _steps),
     "chunks": (256, _chunks),
     "many": (1 << 18, _many),
     "loader": (512, _loader),
+    "encoded": (256, _encoded),
 }
 """Name to chunk size in bytes and what fills the store."""
 
@@ -210,7 +254,11 @@ def build_shape(name: str, seed: int) -> Shape:
     assert all(latest(ours.repo, run) in saved for run in line)
     objects = {name: data for name, (data, _) in ours.store.place.objects.items()}
     twin = {name: data for name, (data, _) in theirs.store.place.objects.items()}
-    return Shape(name, ours.store, ours.repo, saved, line, objects, twin)
+    resting: dict[CheckpointId, tuple[CheckpointId, ...]] = {}
+    for id in sorted(saved):
+        for base in ours.repo.manifest(id).bases:
+            resting[base] = (*resting.get(base, ()), id)
+    return Shape(name, ours.store, ours.repo, saved, line, objects, twin, resting)
 
 
 def _filled(name: str, seed: int) -> Builder:

@@ -30,7 +30,7 @@ WALK_ONE_IN: Final = 4
 WHOLE_ONE_IN: Final = 250
 AGAIN_ONE_IN: Final = 500
 """Judged a second time, without the fast path."""
-_ROUND: Final = ("steps", "chunks", "loader", "chunks", "steps", "loader", "chunks", "many")
+_ROUND: Final = ("steps", "chunks", "loader", "chunks", "steps", "loader", "chunks", "many", "encoded")
 _WEIGHTS: Final[Mapping[str, int]] = {"pack": 16, "index": 8, "manifest": 8, "begin": 2}
 
 

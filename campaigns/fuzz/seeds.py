@@ -10,22 +10,26 @@ import pathlib
 import random
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
-from campaigns.fuzz.targets import BOXES_OF, ID, REPOSITORY, TREE
+from campaigns.fuzz.targets import BOXES_OF, CODECS, ID, REPOSITORY, TREE
 from tenuto.codec.digest import digest
+from tenuto.codec.registry import codec
 from tenuto.concurrency.process import this_process
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
-from tenuto.model.records import AttemptRecord, Index, IndexEntry, Manifest, PackEntry
+from tenuto.model.records import AttemptRecord, Index, IndexEntry, Manifest, PackEntry, StoredChunks
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import encode_index
 from tenuto.repo.format.manifest import Aborted, encode_aborted, encode_manifest
 from tenuto.repo.format.shard_table import BoxTable, encode_boxes
 from tenuto.repo.format.small_records import Begin, LeaseRecord, encode_attempt, encode_begin, encode_lease, owner_json
+from tenuto.repo.format.stored_chunks import RAW
 from tenuto.state.encode.flattener import flatten
 
 _SAVE: Final = "5" * 32
@@ -57,19 +61,21 @@ def make() -> dict[str, list[bytes]]:
     ]
     index = encode_index(_index(), ID, REPOSITORY)
     split = _split(index)
+    encoded = encode_index(_encoded_index(), ID, REPOSITORY)
     parent = CheckpointId("other", 1, 3)
     who = this_process()
     record = AttemptRecord("main", 1, _SAVE, parent, who, "2026-01-02T03:04:05Z")
     place = {"run": "main", "attempt": 1, "step": 20}
     return {
-        "header": [_file(), index],
+        "header": [_file(), index, encoded],
         "header_text": [_file()[8:-10].rstrip() + b"\0" + bytes(10), split],
         "canonical": [canonical_json.dumps(found.tree), b'[1,1.0,-0.0,1e+300,"\\u00fc",null,true,{"a":{}}]'],
         "manifest": [_open(one) for one in manifests],
         "outline": [_open(one) for one in manifests],
         "tree": [canonical_json.dumps(found.tree), canonical_json.dumps(small.tree), *_single_values()],
-        "index": [split],
-        "index_bytes": [index],
+        "index": [split, _split(encoded)],
+        "index_bytes": [index, encoded],
+        "stored_chunk": list(_stored_chunks()),
         "boxes": [_split(encode_boxes(_boxes(), ID, BOXES_OF, REPOSITORY))],
         "begin": [
             _open(encode_begin(Begin(ID, _SAVE, ("rank-00000.index", "rank-00000.safetensors"), None), REPOSITORY))
@@ -152,6 +158,35 @@ def _index() -> Index:
         digests=digests,
         private=None,
     )
+
+
+def _encoded_index() -> Index:
+    """`a` is a difference to a chunk of another checkpoint, `b` lies there as it is."""
+    columns = ([0, 1, 1], [128, 4096, 4100], [5, 2, 8], [8, 2, 8], [1, 0, 0], [2, -1, -1])
+    pack, offset, stored, raw, codec, base = (np.array(column, np.int64) for column in columns)
+    plain = _index()
+    digests = np.stack([np.full(16, 3, np.uint8), plain.digests[1], np.full(16, 4, np.uint8)])
+    packs = (
+        PackEntry("rank-00000.pack", 133, 128, bytes(16)),
+        PackEntry("rank-00000.pack", 5000, 4096, bytes(16), at=CheckpointId("other", 1, 3)),
+    )
+    return replace(
+        plain,
+        packs=packs,
+        offset=np.zeros(2, np.int64),
+        stored=StoredChunks(("raw", "delta4-zstd"), pack, offset, stored, raw, codec, base, digests),
+    )
+
+
+def _stored_chunks() -> Iterator[bytes]:
+    """Of every codec what it makes of a chunk that shrinks, and of one of an odd length."""
+    for number, name in enumerate(CODECS):
+        for raw in (bytes(300), bytes(range(7)) * 45 + b"x"):
+            base = memoryview((bytes(range(256)) * 2)[: len(raw)])
+            stored = codec(name).encode(memoryview(raw), base if codec(name).needs_base else None)
+            stored = raw if name == RAW else stored
+            if stored is not None:
+                yield bytes([number]) + (len(raw) - 1).to_bytes(3, "little") + stored
 
 
 def _split(data: bytes) -> bytes:

@@ -16,17 +16,19 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
+from tenuto.codec.registry import codec, names
 from tenuto.errors import TenutoError
 from tenuto.model import canonical_json as canonical
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
-from tenuto.model.records import Manifest
+from tenuto.model.records import Index, Manifest, StoredChunks
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import decode_index, decode_packs
 from tenuto.repo.format.manifest import Aborted, decode_manifest, decode_outline
 from tenuto.repo.format.safetensors import pad_header, parse_header
 from tenuto.repo.format.shard_table import decode_boxes, saved_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_begin, decode_lease, read_owner
+from tenuto.repo.format.stored_chunks import MAX_CHAIN, MAX_CHUNK_BYTES, RAW
 from tenuto.repo.identity import decode as decode_identity
 from tenuto.sharding.coverage import check_coverage
 from tenuto.state.restore.match import match_state
@@ -126,10 +128,51 @@ def index_bytes(data: bytes) -> None:
     for pack in packs:
         _inside(pack.name)
     found = decode_index(data, id=ID, rank=0, tree=TREE, repository=REPOSITORY)
+    if found.stored is not None:
+        _encoded_chunks(found, found.stored)
+        return
     lengths = {number: pack.length for number, pack in enumerate(found.packs)}
     for row, spec in enumerate(found.specs):
         if int(found.offset[row]) + int(found.length[row]) > lengths[int(found.pack[row])]:
             raise Broken(f"{spec.path} ends behind its pack")
+
+
+def _encoded_chunks(found: Index, stored: StoredChunks) -> None:
+    """What a reader does with the chunks of an encoded index stays within its packs and its memory, and ends."""
+    for number in range(len(stored)):
+        pack = found.packs[int(stored.pack[number])]
+        if not pack.header_length <= stored.offset[number] <= pack.length - stored.stored[number]:
+            raise Broken(f"chunk {number} does not lie in its pack")
+        if pack.at == ID:
+            raise Broken("the index calls its own pack another checkpoint's")
+        name = stored.codecs[int(stored.codec[number])]
+        if name != RAW and not 0 < stored.raw[number] <= MAX_CHUNK_BYTES:
+            raise Broken(f"chunk {number} is decoded to {stored.raw[number]} bytes")
+        base, links = int(stored.base[number]), 0
+        while base >= 0:
+            if stored.raw[base] != stored.raw[number] or links > MAX_CHAIN:
+                raise Broken(f"chunk {number} cannot be decoded from {base}")
+            base, links = int(stored.base[base]), links + 1
+    if int(stored.raw[: len(found.digests)].sum()) != int(found.length.sum()):
+        raise Broken("the chunks are not as long as the leaves")
+
+
+def stored_chunk(data: bytes) -> None:
+    """A chunk as it is stored: the number of its codec, its length when decoded (3 bytes), then its stored bytes."""
+    if len(data) < 4:
+        return
+    one = codec(CODECS[data[0] % len(CODECS)])
+    size = 1 + int.from_bytes(data[1:4], "little") % MAX_DECODED
+    base = memoryview(bytes(range(256)) * (size // 256 + 1))[:size] if one.needs_base else None
+    out = bytearray(size)
+    one.decode(memoryview(data)[4:], memoryview(out), base)
+    if len(out) != size:
+        raise Broken("decoding changes the length of what it fills")
+
+
+CODECS: Final = names()
+MAX_DECODED: Final = 1 << 18
+"""Chunks that a fuzzer decodes are shorter than this."""
 
 
 def boxes(data: bytes) -> None:
@@ -220,6 +263,8 @@ _NODES: Final = (
     *(f'"{word}"' for word in _KINDS.split()),
 )
 _HEADER: Final = ('"dtype":"F32"', '"shape":[', '"data_offsets":[0,8]', '"__metadata__":{', "9223372036854775807", "-1")
+_PLANES: Final = ("\x00\x00\x00\x00", "\x01\x10\x00\x00\x00", "\x02\x01\x00\x00\x00")
+"""Entries of a table of planes."""
 _PATHS: Final = ("..", "/", "\\\\", "\\u0000", "\\ud800", "null", "1e308", "NaN", "9007199254740993", "-0")
 
 TARGETS: Final[dict[str, Target]] = {
@@ -234,6 +279,7 @@ TARGETS: Final[dict[str, Target]] = {
         Target("index", index, _HEADER),
         Target("index_bytes", index_bytes, _HEADER),
         Target("boxes", boxes, _HEADER),
+        Target("stored_chunk", stored_chunk, _PLANES),
         Target("begin", begin, _PATHS),
         Target("attempt", attempt, _PATHS),
         Target("lease", lease, _PATHS),

@@ -12,7 +12,7 @@ import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from campaigns.kills.rounds import Capture, Round, RoundPlan, RoundRunner, draw_
 from campaigns.result_file import ResultHeader, deliver, options
 from tenuto.demo.processes import Life
 from tenuto.demo.runner import load_framework, own_shared_memory
+from tenuto.policy.encoding import PRESETS, Preset
 
 MODULE: Final = "campaigns.kills"
 FENCED_EVERY: Final = 3
@@ -37,6 +38,8 @@ class Shape:
     save_every: int
     seed: int
     memory: bool
+    encodings: tuple[Preset, ...] = ("plain",)
+    """Of the rounds, in turn."""
 
     @property
     def expected(self) -> int:
@@ -50,10 +53,12 @@ class Shape:
 
     def round(self, number: int) -> RoundPlan:
         kills, steps, save_every, seed = self.per_round, self.steps, self.save_every, self.seed + number
+        encoding = self.encodings[number % len(self.encodings)]
         if not self.memory:
-            return draw_round(kills=kills, steps=steps, save_every=save_every, seed=seed)
+            return replace(draw_round(kills=kills, steps=steps, save_every=save_every, seed=seed), encoding=encoding)
         capture: Capture = "fenced" if number % FENCED_EVERY == FENCED_EVERY - 1 else "eager"
-        return draw_everywhere(kills=kills, steps=steps, save_every=save_every, seed=seed, capture=capture)
+        drawn = draw_everywhere(kills=kills, steps=steps, save_every=save_every, seed=seed, capture=capture)
+        return replace(drawn, encoding=encoding)
 
 
 def campaign(*, kills: int, shape: Shape, place: Path, workers: int = 1) -> dict[str, Any]:
@@ -105,6 +110,7 @@ def _row(round: Round) -> dict[str, Any]:
     return {
         "seed": outcome.plan.seed,
         **({"capture": round.capture} if memory else {}),
+        **({} if round.encoding == "plain" else {"encoding": round.encoding}),
         "kills": round.kills,
         "kills_while_saving": outcome.kills_while_saving,
         "kills_while_starting": sum(life.killed and life.reached == 0 for life in outcome.lives),
@@ -145,6 +151,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--steps", type=int, default=200)
     found.add_argument("--save-every", type=int, default=7)
     found.add_argument("--memory", action="store_true", help="keep every step in memory too, and kill there as well")
+    found.add_argument("--encoding", nargs="+", choices=sorted(PRESETS), default=["plain"], help="of rounds, in turn")
     found.add_argument("--workers", type=int, default=1, help="rounds at a time")
     found.add_argument("--keep", type=Path, help="leave the checkpoints there")
     return found
@@ -153,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     given = parser().parse_args()
     result_header = ResultHeader(MODULE, None, seed=given.seed, packages=["torch", "numpy"])
-    shape = Shape(given.per_round, given.steps, given.save_every, given.seed, given.memory)
+    shape = Shape(given.per_round, given.steps, given.save_every, given.seed, given.memory, tuple(given.encoding))
     with tempfile.TemporaryDirectory(prefix="tenuto-campaign-") as place, own_shared_memory():
         result = campaign(kills=given.kills, shape=shape, place=given.keep or Path(place), workers=given.workers)
     deliver(result_header.result(result), given.json)

@@ -15,6 +15,7 @@ from tenuto.demo.processes import Child, Life, start
 from tenuto.demo.runner import UNTOUCHED, Kill, Outcome, Plan, Runner, draw_kills
 from tenuto.maintenance.flush import execute, plan_flush
 from tenuto.model.ids import CheckpointId, run_key
+from tenuto.policy.encoding import Preset
 from tenuto.repo.lineage import latest, resolve
 
 Capture = Literal["eager", "fenced"]
@@ -56,9 +57,10 @@ class PlacedKill(Kill):
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan(Plan):
-    """The plan of a round. `capture`: the Checkpointer's argument."""
+    """The plan of a round. `capture`, `encoding`: the Checkpointer's arguments."""
 
     capture: Capture = "eager"
+    encoding: Preset = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Round:
     endings: tuple[Ending, ...]
     flushes: tuple[Flushed, ...] = ()
     capture: Capture = "eager"
+    encoding: Preset = "plain"
 
     @property
     def kills(self) -> int:
@@ -148,7 +151,7 @@ class RoundRunner(Runner):
     def round(self, plan: RoundPlan, untouched: Life, run: str) -> Round:
         self._endings, self._flushes = [], []
         outcome = self.killed(plan, untouched, run)
-        return Round(run, outcome, tuple(self._endings), tuple(self._flushes), plan.capture)
+        return Round(run, outcome, tuple(self._endings), tuple(self._flushes), plan.capture, plan.encoding)
 
     def _life(self, plan: Plan, run: str, number: int, kill: Kill | None) -> Life:
         trace = Trace()
@@ -171,9 +174,9 @@ class RoundRunner(Runner):
 
         for name, value in SIZES.items():
             setattr(train_gpt, name, value)
-        capture = plan.capture if isinstance(plan, RoundPlan) else "eager"
+        options = {"capture": plan.capture, "encoding": plan.encoding} if isinstance(plan, RoundPlan) else {}
         if not plan.memory:
-            self._train(plan, run, events, on_step, capture=capture)
+            self._train(plan, run, events, on_step, **options)
             return
         done = 0
 
@@ -183,7 +186,7 @@ class RoundRunner(Runner):
             on_step(step, loss)
 
         with trace.traced(_death(kill, lambda: done), usual_s=self._usual_s):
-            self._train(plan, run, events, on_step_done, capture=capture)
+            self._train(plan, run, events, on_step_done, **options)
 
     def _flush(self, run: str, after: int, flush: Flush) -> Flushed:
         """Flushes memory in a process of its own, until that is killed or ends."""

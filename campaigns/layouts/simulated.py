@@ -27,7 +27,9 @@ from tenuto.state.encode.flattener import flatten
 from tenuto.state.restore.match import match_state
 from tenuto.store.memory import MemoryStore
 
-DEADLINE_S: Final = 120.0
+DEADLINE_S: Final = 900.0
+"""Dozens of ranks are threads of one process here, on whatever is left of one core: how long they take is not what is
+looked at."""
 WORLDS: Final = (*(2, 3, 4, 5, 6, 7, 8, 9) * 3, 1, 1, 12, 12, 16, 16, 24, 32, 64)
 """Large ones are rare: their threads wait for one interpreter."""
 

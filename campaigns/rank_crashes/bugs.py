@@ -30,6 +30,7 @@ from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes, Content, Store
 from tenuto.store.local.syscalls import FileSystem
+from tenuto.store.wrappers.delegating import DelegatingStore
 from tenuto.testing.checker import PLACE
 
 SAVES: Final = ("saves of two ranks", "saves of three ranks")
@@ -70,7 +71,7 @@ def _wrapper(name: str, breaks: str, ranks: range, around: Callable[[Store], Sto
 FIRST, SECOND, ALL = range(1), range(1, 2), range(8)
 
 
-class Owing(stores.StoreLayer):
+class Owing(DelegatingStore):
     """Puts of names that end in `late` are acknowledged at once, and done when `pay` is called."""
 
     def __init__(self, inner: Store, late: str) -> None:

@@ -211,11 +211,15 @@ def _await_survivors(kind: Kind, job: Job, tally: Tally) -> None:
 
 def _knew(ended: Ended, rank: int, plan: Plan, by_itself: set[int]) -> bool:
     """Whether a rank that was left alone had all that it needed, or named who was killed, or one that had found it out
-    by itself and left."""
+    by itself and left; in the error that it raised, or in why its last save failed."""
     if ended.status == 0:
         return ended.told.get("step") == plan.steps
     assert plan.death is not None
     known = by_itself | {plan.death.rank}
+    if ended.told.get("step") == plan.steps:  # it took all its steps; its status says that the last save failed
+        return ended.status > 0 and any(
+            f"rank {rank}" in why for rank in known for why in ended.told.get("unsaved", ())
+        )
     return ended.status > 0 and (rank in by_itself or bool(known & set(ended.told.get("ranks", ()))))
 
 

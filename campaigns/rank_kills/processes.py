@@ -256,7 +256,12 @@ class Job:
         except BaseException as error:  # noqa: BLE001 - told to the parent
             traceback.print_exc()
             status, told = 1, _of(error)
-        self._answer_file(rank).write_text(json.dumps(told))
+        exit_status._ending.close_all()
+        told["unsaved"] = list(exit_status._ending.failures.values())
+        answer = self._answer_file(rank)
+        whole = answer.with_suffix(".new")  # whoever is killed here has said nothing, not half of it
+        whole.write_text(json.dumps(told))
+        whole.replace(answer)
         sys.stdout.flush()
         sys.stderr.flush()
         exit_status._ending.run()

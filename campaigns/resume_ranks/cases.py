@@ -119,4 +119,4 @@ CONTROLS: Final[dict[str, Case]] = {
     "another step than the last": Case((2, 2), (End(3),), wrong="another step than the last"),
 }
 """Jobs that do not go on as they have to: a judge that calls one of them right sees nothing."""
-QUICK_CONTROLS: Final = (CURSOR, BIT)
+QUICK_CONTROLS: Final = (CURSOR,)

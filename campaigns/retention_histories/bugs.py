@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,7 +76,7 @@ def _age_by_clock() -> Iterator[None]:
 def _no_second_listing() -> Iterator[None]:
     """After the tombstones, nobody asks again."""
     with mock.patch.object(
-        retention, "_still_free", lambda snapshot, attempt, plan, going: (frozenset(going), plan.trash)
+        retention, "_still_free", lambda snapshot, attempt, plan, going, *_: (frozenset(going), plan.trash)
     ):
         yield
 
@@ -85,9 +85,9 @@ def _no_second_listing() -> Iterator[None]:
 def _everything_in_the_directory() -> Iterator[None]:
     original = retention._free
 
-    def free(repo: Repo, id: CheckpointId, files: list[str]) -> None:
-        original(repo, id, files)
-        repo.store.delete([entry.name for entry in repo.store.walk(id.directory)])
+    def free(repo: Repo, going: Mapping[CheckpointId, list[str]], objects: int) -> None:
+        original(repo, going, objects)
+        repo.store.delete([entry.name for id in going for entry in repo.store.walk(id.directory)])
 
     with mock.patch.object(retention, "_free", free):
         yield

@@ -351,6 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, help="how many are played; all, unless given")
     parser.add_argument("--trainings", nargs="*", default=[], help="only these")
     chosen = parser.parse_args(arguments)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     header = ResultHeader("campaigns.signals", arguments, seed=chosen.seed, packages=("torch",))
     if "fenced" in (chosen.trainings or ["fenced"]):  # loaded once here, and not in each forked process
         import torch

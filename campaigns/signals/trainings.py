@@ -98,6 +98,10 @@ def in_memory(where: Path, report: Report, leaving: SavePolicy | None) -> None:
     own_loop(where, report, leaving, memory=every(steps=1))
 
 
+def encoded(where: Path, report: Report, leaving: SavePolicy | None) -> None:
+    own_loop(where, report, leaving, encoding="small")
+
+
 def counted(where: Path, report: Report, leaving: SavePolicy | None) -> None:
     one = state()
     with checkpointer(where, one, report, save=policy(every(steps=1), leaving)) as ckpt:
@@ -175,12 +179,14 @@ TRAININGS: Final = (
     Training("own loop", own_loop),
     Training("two in flight", in_flight),
     Training("memory", in_memory),
+    Training("encoded", encoded),
     Training("counted", counted),
     Training("awaited", awaited),
     Training("epochs", epochs),
     Training("late metrics", late_metrics),
     Training("fenced", fenced),
     Training("resumed", own_loop, resumes=True),
+    Training("resumed encoded", encoded, resumes=True),
     Training("resumed from memory", in_memory, resumes=True),
 )
 

@@ -39,8 +39,9 @@ class Bug:
 
 
 def _nothing_skipped() -> AbstractContextManager[Any]:
-    def silent(*arguments: Any, **options: Any) -> tuple[Any, list[Any]]:
-        return whole(*arguments, **options)[0], []
+    def silent(*arguments: Any, **options: Any) -> tuple[Any, list[Any], Any]:
+        found, _, newest = whole(*arguments, **options)
+        return found, [], newest
 
     whole = choose.choose
     return mock.patch.object(choose, "choose", silent)
@@ -82,11 +83,11 @@ BUGS: Final = (
     Bug(
         "retention takes what it wants",
         lambda: mock.patch.object(
-            retention, "_still_free", lambda snapshot, attempt, plan, going: (frozenset(going), plan.trash)
+            retention, "_still_free", lambda snapshot, attempt, plan, going, *_: (frozenset(going), plan.trash)
         ),
     ),
     Bug("undelete checks nothing", lambda: mock.patch.object(undelete, "_check", lambda *rest, **more: None)),
-    Bug("copies are not shown", lambda: mock.patch.object(findings, "_save", lambda *rest: iter(()))),
+    Bug("copies are not shown", lambda: mock.patch.object(findings, "_save", lambda *rest, **more: iter(()))),
     Bug("what was skipped is not told", _nothing_skipped),
 )
 

@@ -13,7 +13,6 @@ from typing import Any, Final
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from campaigns.broken_stores import StoreLayer
 from campaigns.rank_crashes.jobs import Member, RankJob, RankProgram
 from campaigns.rank_crashes.seats import Life, Seat
 from campaigns.recorded_jobs import RUN
@@ -26,6 +25,7 @@ from tenuto.model.records import Receipt
 from tenuto.repo.format.object_names import BEGIN, MANIFEST
 from tenuto.store.contract import Content, Entry, Listing, Reader, Stat, Store
 from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.delegating import DelegatingStore
 from tenuto.testing.expectations import CLAIMED
 from tenuto.testing.recorder import Mark
 
@@ -35,7 +35,7 @@ deaths = st.none() | st.tuples(st.sampled_from((None, 0, 1, 2, 3)), st.integers(
 """Nobody dies; or a rank, or all at once (None), after so much of what it changes."""
 
 
-class SeatedStore(StoreLayer):
+class SeatedStore(DelegatingStore):
     """One rank's store: its turn comes before every call, and with its life its calls end."""
 
     def __init__(self, inner: Store, seat: Seat) -> None:
@@ -63,9 +63,9 @@ class SeatedStore(StoreLayer):
         self._seat.point(counts=False)
         return super().stat(name)
 
-    def children(self, prefix: str) -> Listing:
+    def children(self, prefix: str, *, after: str = "") -> Listing:
         self._seat.point(counts=False)
-        return super().children(prefix)
+        return super().children(prefix, after=after)
 
     def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         self._seat.point(counts=False)
@@ -252,10 +252,11 @@ class RankProduct(OperatorRules):
             if id not in self.model.committed and self.world.repo.exists(id):
                 counted["committed, and nobody was told"] += 1
                 self.model.commit(id, whole)
-        self._left(program, lived)
+        self._left(program, lived, going)
 
-    def _left(self, program: Histories, lived: bool) -> None:
-        """Unfinished saves, and whose processes live."""
+    def _left(self, program: Histories, lived: bool, going: set[CheckpointId]) -> None:
+        """Unfinished saves, and whose processes live. `going`: what these jobs began to remove, of which one that was
+        cut short looks like an unfinished save."""
         for job, actors in program.groups:
             marks = [step for step in program.recorder.log if isinstance(step, Mark) and step.label == CLAIMED]
             claimed = [mark.subject[1] for mark in marks if isinstance(mark.subject, tuple)]
@@ -272,5 +273,5 @@ class RankProduct(OperatorRules):
         self.model.unfinished |= dict.fromkeys(sorted(held))
         if not lived and len(program.groups) == 1 and program.wholes:
             newest = max(id.attempt for id in program.wholes)
-            left = [id for id in held if id.attempt < newest]
+            left = [id for id in held - going if id.attempt < newest]
             assert not left, f"{left} of dead jobs were not closed by the claim after them"

@@ -31,9 +31,12 @@ NAMES: Final[frozenset[str]] = frozenset(
         "pack durable, index not yet",
         "packs and indexes durable, manifest not yet",
         "manifest durable, not yet reported",
+        "migrated checkpoints durable, none visible",
+        "a migrated checkpoint is visible",
         "ranks met, repository not yet opened",
         "repository opened, nothing chosen yet",
         "packs copied, checkpoint not looked for again",
+        "copied elsewhere, manifest not yet",
         "part restored, not yet voted for",
         "restore voted for, run not yet claimed",
         "claim heard, nothing saved yet",
@@ -50,6 +53,12 @@ NAMES: Final[frozenset[str]] = frozenset(
         "packs removed, notes still there",
         "manifest put back from trash, not yet checked",
         "objects swept, copy in trash still there",
+        "tier has the tables of a checkpoint, not its data files",
+        "tier has the data files of a checkpoint, not its manifest",
+        "tier has a checkpoint",
+        "primary has the claims of another tier, not its checkpoints",
+        "primary has the tables of another tier's checkpoint, not its manifest",
+        "damaged copy removed, not yet written anew",
     }
 )
 

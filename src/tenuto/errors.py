@@ -21,8 +21,12 @@ TenutoError
 │   ├── CheckpointNotFound (LookupError)    no such checkpoint; names the nearest ones
 │   ├── LeafNotFound (KeyError)             no such path in the checkpoint; names what lies near it
 │   ├── NothingRestorable                   checkpoints exist, and none is whole
-│   └── RemovalRefused                      something still needs what was to be removed
+│   ├── RemovalRefused                      something still needs what was to be removed
+│   ├── CopyDiverged                        a copy has something else under a name of its primary
+│   ├── KeyMissing (LookupError)            no key was given for what is sealed, or the one given is too old
+│   └── WrongKey (PermissionError)          none of the keys that were given opens the repository
 ├── CorruptionError (ValueError)            bytes are not what was saved; names leaf, object and offset
+│   └── Tampered                            what is sealed or signed was altered, swapped or replayed; names the object
 ├── OwnershipError
 │   ├── RunInUse                            another live process owns the run; names it
 │   └── Superseded                          another process has claimed the run since; names it
@@ -191,6 +195,18 @@ class RemovalRefused(RepositoryError):
     exit_code = 16
 
 
+class CopyDiverged(RepositoryError):
+    exit_code = 25
+
+
+class KeyMissing(RepositoryError, LookupError):
+    exit_code = 26
+
+
+class WrongKey(RepositoryError, PermissionError):
+    exit_code = 26
+
+
 class CorruptionError(TenutoError, ValueError):
     """`object`: the name of the one that is damaged, where it is known; `subject` may be a leaf in it."""
 
@@ -201,6 +217,10 @@ class CorruptionError(TenutoError, ValueError):
     ) -> None:
         super().__init__(message, subject=subject, hint=hint)
         self.object = object
+
+
+class Tampered(CorruptionError):
+    pass
 
 
 class OwnershipError(TenutoError):

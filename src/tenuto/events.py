@@ -266,9 +266,37 @@ class RanksBehind(Event):
 
 @dataclass(frozen=True, slots=True)
 class Removed(Event):
-    """Retention removed a checkpoint. `reason`: why the policy does not keep it."""
+    """Retention removed a checkpoint. `reason`: why the policy does not keep it. `where`: the place that it is removed
+    from."""
 
     id: CheckpointId
+    reason: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierLag(Event):
+    """How far a tier that is filled in the background is behind.
+
+    newest: its newest whole checkpoint, as far as this process knows.
+    behind, bytes: the checkpoints that it is to get and lacks, and their bytes.
+    error: what went wrong last; empty if nothing did.
+    """
+
+    run: str
+    tier: str
+    newest: CheckpointId | None
+    behind: int
+    bytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSkipped(Event):
+    """A tier does not get a checkpoint that was due there."""
+
+    id: CheckpointId
+    tier: str
     reason: str
 
 
@@ -371,7 +399,9 @@ def warn(message: str) -> None:
 
 
 _PACKAGE: Final = os.path.dirname(__file__) + os.sep
-_BETWEEN: Final = frozenset({"asyncio", "concurrent", "contextlib", "functools", "threading", "torch", "weakref"})
+_BETWEEN: Final = frozenset(
+    {"accelerate", "asyncio", "concurrent", "contextlib", "functools", "threading", "torch", "weakref"}
+)
 """Packages whose code calls Tenuto on behalf of the user's: context managers, hooks of optimizers, threads."""
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from campaigns.broken_stores import StoreLayer
 from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
 from tenuto.model.records import Receipt
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
@@ -21,7 +20,12 @@ from tenuto.store.contract import Bytes, Content, Reader, Stat, Store
 from tenuto.store.local.store import LocalStore
 from tenuto.store.local.syscalls import OperatingSystem
 from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.cache import Cached
+from tenuto.store.wrappers.delegating import DelegatingStore
 from tenuto.store.wrappers.retry import Patience, RetryingStore
+from tenuto.store.wrappers.stripe import Stripe
+from tenuto.store.wrappers.throttle import ThrottledStore
+from tenuto.testing.object_store import Bucket, SimulatedObjectStore
 from tenuto.testing.store_suite import StoreSuite
 from tenuto.testing.store_suite.putting import Putting
 from tenuto.testing.store_suite.reading import Reading
@@ -118,9 +122,10 @@ class LocalSuite(StoreSuite):
 
 class TestLocal(LocalSuite):
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Path:
-        """A real disk, where the tests' own directory is on one."""
-        return tmp_path
+    def place(self) -> Iterator[Path]:
+        """A real disk, where the system's temporary directory is on one."""
+        with tempfile.TemporaryDirectory(prefix="tenuto-test-") as place:
+            yield Path(place)
 
 
 class TestLocalWithoutDirect(LocalSuite):
@@ -183,6 +188,26 @@ class TestRetryingMemory(MemorySuite):
         return super().memory(store.inner)
 
 
+class TestSimulatedObjectStore(StoreSuite):
+    """The object store in memory that counts its requests."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        return SimulatedObjectStore(Bucket(), part_bytes=1 << 20)
+
+    def raw_put(self, store: Store, name: str, data: bytes) -> None:
+        assert isinstance(store, SimulatedObjectStore)
+        store.bucket.objects[name] = data, store.bucket.clock_ns
+
+    def raw_get(self, store: Store, name: str) -> bytes | None:
+        assert isinstance(store, SimulatedObjectStore)
+        return store.bucket.objects.get(name, (None, 0))[0]
+
+    def raw_delete(self, store: Store, name: str) -> None:
+        assert isinstance(store, SimulatedObjectStore)
+        store.bucket.objects.pop(name, None)
+
+
 class TestPlaces(MemorySuite):
     """A home and another place beside: what the suite puts is no save's, and lies in the home."""
 
@@ -202,7 +227,7 @@ class TestPlaces(MemorySuite):
         assert not any(one.place.objects for one in store.members if isinstance(one, MemoryStore))
 
 
-class AsPacks(StoreLayer):
+class AsPacks(DelegatingStore):
     """Calls each object as a pack of a save is called."""
 
     def _pack(self, name: str) -> str:
@@ -313,3 +338,98 @@ class TestPacksInDirectories(PackSuite):
     def store(self, tmp_path: Path) -> Store:
         places = [RetryingStore(LocalStore(tmp_path / name), Patience(wait_s=0)) for name in ("home", "other")]
         return AsPacks(ReplicatedStore(places[0], places, 2))
+
+
+class TestThrottled(LocalSuite):
+    @pytest.fixture
+    def store(self, place: Path) -> Store:
+        self.root = place / "store"
+        return ThrottledStore(LocalStore(self.root), 10**12, reads=True)
+
+
+class TestStripe(StoreSuite):
+    """Three places, and parts so small that the larger objects are dealt out to all of them."""
+
+    @pytest.fixture
+    def store(self, tmp_path_factory: pytest.TempPathFactory) -> Store:
+        self.roots = [tmp_path_factory.mktemp("mount") for _ in range(3)]
+        return self.another()
+
+    def another(self) -> Store:
+        return Stripe(*(LocalStore(root) for root in self.roots), part="64KiB")
+
+    def begun(self, store: Store) -> None:
+        store.probe()  # makes a stripe of empty places, if nothing has been put
+
+    def raw_put(self, store: Store, name: str, data: bytes) -> None:
+        self.begun(store)
+        if len(data) > 2**16:
+            self.another().put_if_absent(name, Bytes(data), token="raw")
+            return
+        for root in self.roots:
+            path = root / "objects" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+    def raw_get(self, store: Store, name: str) -> bytes | None:
+        """As it lies: the descriptor, and the parts behind it."""
+        path = self.roots[0] / "objects" / name
+        if not path.exists():
+            assert not any((root / "objects" / name).exists() for root in self.roots)
+            return None
+        assert len({(root / "objects" / name).read_bytes() for root in self.roots}) == 1
+        data = path.read_bytes()
+        if not data.startswith(b"tenuto-stripe-1 "):
+            return data
+        _, length, part, file, _ = data.decode().split()
+        lanes = [root / "stripes" / f"{name}.{file}" for root in self.roots]
+        parts = [iter(cut(lane.read_bytes(), int(part)) if lane.exists() else ()) for lane in lanes]
+        whole = b"".join(next(parts[(k + int(file[:8], 16)) % 3]) for k in range(-(-int(length) // int(part))))
+        assert len(whole) == int(length) and not any(list(rest) for rest in parts)
+        return whole
+
+    def raw_delete(self, store: Store, name: str) -> None:
+        for root in self.roots:
+            (root / "objects" / name).unlink(missing_ok=True)
+
+
+def cut(data: bytes, size: int) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+class TestStripeOfLargeParts(TestStripe):
+    def another(self) -> Store:
+        return Stripe(*(LocalStore(root) for root in self.roots), part="64MiB")
+
+    def raw_put(self, store: Store, name: str, data: bytes) -> None:
+        self.begun(store)
+        self.another().put_if_absent(name, Bytes(data), token="raw") if ".tmp-" not in name else super().raw_put(
+            store, name, data
+        )
+
+
+class TestCached(LocalSuite):
+    @pytest.fixture
+    def store(self, place: Path) -> Store:
+        self.root = place / "store"
+        return Cached(LocalStore(self.root), place / "cache")
+
+
+class TestCachedWhatever(TestCached):
+    """Every object through the cache, which in earnest only data files are."""
+
+    @pytest.fixture
+    def store(self, place: Path) -> Store:
+        class Everything(Cached):
+            def holds(self, name: str) -> bool:
+                return True
+
+        self.root = place / "store"
+        return Everything(LocalStore(self.root), place / "cache")
+
+    def test_an_open_object_can_be_read_after_it_is_deleted(self, store: Store) -> None:
+        self.raw_put(store, "x", b"still here")
+        with store.open("x") as reader:
+            store.delete(["x"])
+            with pytest.raises(ObjectNotFound):  # nothing was asked of the store before the first read
+                reader.read_into(0, memoryview(bytearray(10)))

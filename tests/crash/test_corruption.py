@@ -98,9 +98,12 @@ def test_a_fault_is_taken_back() -> None:
 
 
 def test_a_shape_is_the_same_each_time() -> None:
-    gc.collect()  # a loader that another test left in the middle of its epoch would go between two shapes
+    def objects(name: str, seed: int) -> dict[str, bytes]:
+        gc.collect()  # a loader that was left in the middle of its epoch, as by the shape before, would be told of
+        return dict(build_shape(name, seed).objects)
+
     for name in SHAPES:
-        assert build_shape(name, SEED).objects == build_shape(name, SEED).objects != build_shape(name, 1).objects
+        assert objects(name, SEED) == objects(name, SEED) != objects(name, 1)
 
 
 def test_the_faults_are_the_same_however_many_processes_judge_them() -> None:

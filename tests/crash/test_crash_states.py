@@ -24,7 +24,7 @@ SEED = 20
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_i1_i3_i4_hold_after_a_crash_at_any_call(name: str) -> None:
-    part = 14 if name in ("take-over during a save", "retention", "successor of unfinished saves") else 6
+    part = 24 if name in ("take-over during a save", "retention", "successor of unfinished saves") else 9
     result = run_unit(Unit(name, SEED, each=5, part=part), restart_one_in=25)
     assert result.violations == []
     assert result.states > 10

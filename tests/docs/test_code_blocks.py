@@ -6,21 +6,25 @@ model, a loader) is in PRELUDES. `pytest tests/docs --update-snapshots` writes w
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from support import tabs
 from support.memory_training import shared_memory
 from support.pages import Page, blocks
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page != tabs.PAGE)]
+"""All but the one whose blocks need the environments of trainers, in which tests/trainers runs them."""
 
 NOT_RUN = {
     "tenuto certify": "runs the reader's own training script; tests/e2e has one",
     "tenuto bench": "measures for a minute, and wants a machine of its own",
+    "tenuto probe": "measures for 20 s",
     "tenuto demo": "takes a minute; tests/e2e runs it",
     "jq": "is another program, which a command's output goes to",
     "make": "sets up or rewrites this very checkout",
@@ -69,9 +73,12 @@ INSTEAD = {
     "README.md": {
         "ckpt.steps(3_000)": "ckpt.steps(10)",
         "every(steps=100)": "every(steps=2)",
-    }
+    },
+    "docs/guides/object-stores.md": {"s3://my-bucket/llm": "bucket"},
+    "docs/guides/hdfs.md": {"hdfs://namenode:8020/ckpts/llm": "hdfs"},
 }
-"""Changes to a page's blocks: fewer steps, and what joins two blocks. Each has to be found on the page."""
+"""Changes to a page's blocks: fewer steps, a directory for a bucket, and what joins two blocks. Each has to be found on
+the page."""
 LANGUAGES = ("text", "toml", "json", "py", "bash")
 """Of what is not run; `py` is a signature, `bash` a script of the reader's cluster."""
 
@@ -82,7 +89,9 @@ def name_of(page: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def no_image_of_anybody_elses() -> Iterator[None]:
-    """A page that clears memory clears what it made itself."""
+    """A page that clears memory clears what it made itself, and no loader of the page before is in the middle of its
+    epoch."""
+    gc.collect()
     if not Path("/dev/shm").exists():
         yield
         return
@@ -143,4 +152,14 @@ def test_the_index_says_what_is_not_run() -> None:
 
 def test_a_guide_is_short() -> None:
     for page in (ROOT / "docs/guides").glob("*.md"):
-        assert len(page.read_text().splitlines()) <= 120, page.name
+        most = 360 if page == tabs.PAGE else 120  # one tab for each framework, of which a reader sees one
+        assert len(page.read_text().splitlines()) <= most, page.name
+
+
+def test_every_tab_has_an_environment_that_runs_it() -> None:
+    found = tabs.tabs()
+    assert found.keys() <= tabs.ENVIRONMENT_OF.keys()
+    for name, text in found.items():
+        environment = tabs.ENVIRONMENT_OF[name]
+        assert bool(tabs.python_of(text)) == (environment is not None), name
+        assert environment is None or (ROOT / f"tests/trainers/{environment}/test_your_trainer.py").exists(), name

@@ -7,8 +7,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Mapping
@@ -16,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from support import forked_processes, loaded_interpreter
 
 HEAD = """
 import os, signal, sys
@@ -35,10 +35,10 @@ def train(steps, at=None, **options):
 RESUMED = "tenuto: resumed run main at step {} from PLACE/ckpts (SIZE in TIME, verified; no known gap)\n"
 
 
-def command(place: Path, body: str, *options: str) -> list[str]:
-    path = place / "train.py"
+def written(place: Path, body: str, name: str = "train.py") -> str:
+    path = place / name
     path.write_text(HEAD + textwrap.dedent(body))
-    return [sys.executable, *options, str(path)]
+    return str(path)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -53,16 +53,9 @@ def masked(text: str, place: Path) -> str:
     return re.sub(r"process \d+ of \S+ on [^\s,]+", "process PID of USER on HOST", text)
 
 
-def said(place: Path, body: str, *options: str, status: int = 0, more: Mapping[str, str] | None = None) -> str:
+def said(place: Path, body: str, *, status: int = 0, more: Mapping[str, str] | None = None) -> str:
     """Runs a script in `place`; returns its stderr, masked."""
-    done = subprocess.run(
-        command(place, body, *options),
-        capture_output=True,
-        text=True,
-        cwd=place,
-        env=environment(**(more or {})),
-        timeout=120,
-    )
+    done = loaded_interpreter.run([written(place, body)], cwd=place, env=environment(**(more or {})), timeout=120)
     assert done.returncode == status, done.stderr
     return masked(done.stderr, place)
 
@@ -233,9 +226,8 @@ def test_on_a_terminal_it_has_colours_and_no_line_is_broken(tmp_path: Path) -> N
     assert said(tmp_path, "train(3)") == ""
     damage(tmp_path, 3)
     ours, theirs = pty.openpty()
-    subprocess.run(
-        command(tmp_path, "train(4)"), stderr=theirs, cwd=tmp_path, env=environment(TERM="xterm"), timeout=60
-    )
+    words = [written(tmp_path, "train(4)")]
+    loaded_interpreter.run(words, stderr=theirs, cwd=tmp_path, env=environment(TERM="xterm"))
     os.close(theirs)
     found = b""
     while True:
@@ -288,18 +280,8 @@ def test_a_forked_child_says_nothing_twice(tmp_path: Path) -> None:
 # -- owners --------------------------------------------------------------------------------------------------------
 
 
-def start(place: Path, body: str, name: str) -> subprocess.Popen[str]:
-    path = place / name
-    path.write_text(HEAD + textwrap.dedent(body))
-    return subprocess.Popen(
-        [sys.executable, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=place,
-        env=environment(),
-    )
+def start(place: Path, body: str, name: str) -> loaded_interpreter.Program:
+    return loaded_interpreter.Program([written(place, body, name)], cwd=place, env=environment())
 
 
 HOLDS = """
@@ -313,7 +295,7 @@ train(3, hold)
 
 def test_a_run_that_a_process_of_this_host_trains_is_refused_within_seconds(tmp_path: Path) -> None:
     owner = start(tmp_path, HOLDS, "owner.py")
-    assert owner.stdout is not None and owner.stdout.readline() == "there\n"
+    assert owner.stdout.readline() == "there\n"
     began = time.monotonic()
     lines = said(tmp_path, "train(4)", status=1).splitlines()
     assert time.monotonic() - began < 40, "not the minute that an owner elsewhere gets"
@@ -333,14 +315,13 @@ def test_a_run_that_a_process_of_this_host_trains_is_refused_within_seconds(tmp_
 def test_a_process_that_is_leaving_is_waited_for(tmp_path: Path) -> None:
     """As where a supervisor starts the next process while the one before finishes its step and saves."""
     owner = start(tmp_path, HOLDS, "owner.py")
-    assert owner.stdout is not None and owner.stdout.readline() == "there\n"
+    assert owner.stdout.readline() == "there\n"
     owner.send_signal(signal.SIGTERM)
     until = time.monotonic() + 60
     while not any(json.loads(one.read_bytes().split(b"\n")[0]).get("leaving") for one in leases(tmp_path)):
         assert time.monotonic() < until
         time.sleep(0.05)
     following = start(tmp_path, "train(4)", "next.py")
-    assert following.stderr is not None
     assert masked(following.stderr.readline(), tmp_path) == (
         "tenuto: waiting up to TIME for process PID of USER on HOST, which owns run main: it is leaving\n"
     )
@@ -361,13 +342,12 @@ tenuto.save(state, where, sinks=[hold])
 
 def test_a_process_that_saves_once_is_waited_for(tmp_path: Path) -> None:
     owner = start(tmp_path, SAVES_ONCE, "owner.py")
-    assert owner.stdout is not None and owner.stdout.readline() == "there\n"
+    assert owner.stdout.readline() == "there\n"
     until = time.monotonic() + 60
     while not any(json.loads(one.read_bytes().split(b"\n")[0]).get("leaving") for one in leases(tmp_path)):
         assert time.monotonic() < until
         time.sleep(0.05)
     following = start(tmp_path, "train(4)", "next.py")
-    assert following.stderr is not None
     lines = [following.stderr.readline()]
     while not lines[-1].startswith("tenuto: waiting"):
         lines.append(following.stderr.readline())
@@ -383,7 +363,7 @@ def leases(place: Path) -> list[Path]:
     return [one for one in place.glob("ckpts/runs/main/a0001/lease/*.json") if one.stat().st_size]
 
 
-def test_of_two_ranks_one_speaks(tmp_path: Path) -> None:
+def test_of_two_ranks_one_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = """
     import torch.distributed as dist
     dist.init_process_group("gloo")
@@ -394,13 +374,10 @@ def test_of_two_ranks_one_speaks(tmp_path: Path) -> None:
     train(4)
     """
     pytest.importorskip("torch")
-    path = command(tmp_path, body)[-1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path]
-    done = subprocess.run(
-        torchrun, capture_output=True, text=True, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines(True) if "tenuto" in line]
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "log"
+    assert forked_processes.job(Path(written(tmp_path, body)), 2, log=log, timeout=240) == [0, 0]
+    lines = [line for rank in (0, 1) for line in Path(f"{log}.{rank}").read_text().splitlines(True) if "tenuto" in line]
     assert masked("".join(lines), tmp_path) == (
         RESUMED.format(2)
         + "tenuto: closing the Checkpointer that this process has on run main: this one takes its place\n"

@@ -33,6 +33,20 @@ def test_r2_five_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
+def test_r2_kills_of_encoded_trainings(tmp_path: Path) -> None:
+    """What a resumed training names and differs from is what the killed one has committed."""
+    out = tmp_path / "account.json"
+    arguments = ("--kills", "4", "--per-round", "2", "--steps", "24", "--save-every", "4", "--seed", "3")
+    encodings = ("--encoding", "small", "dedupe")
+    status, _, said = run("campaigns.kills", *arguments, *encodings, "--json", str(out), timeout=300)
+    assert out.exists(), said
+    account: dict[str, Any] = json.loads(out.read_text())
+    assert status == 0, account
+    assert account["equal"] is True and account["kills"] >= 4
+    assert {"small", "dedupe"} <= {one["encoding"] for one in account["rounds"]}
+
+
+@pytest.mark.campaign
 def test_r2_twelve_kills_with_a_memory_tier(tmp_path: Path) -> None:
     """Every state that a process goes on from is bitwise the one that its step had when nobody killed the training."""
     out = tmp_path / "account.json"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tenuto
+from support import loaded_interpreter
 
 SCRIPT = """
 import sys
@@ -33,8 +32,7 @@ def train(tmp_path: Path):
     (tmp_path / "train.py").write_text(SCRIPT)
 
     def run(steps: int, options: str = "{}") -> tuple[int, str]:
-        words = [sys.executable, "train.py", str(steps), options]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = loaded_interpreter.run([str(tmp_path / "train.py"), str(steps), options], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return int(done.stdout), done.stderr
 
@@ -44,13 +42,7 @@ def train(tmp_path: Path):
 @pytest.fixture
 def command(tmp_path: Path):
     def run(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", "from tenuto.cli import main; main()", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = loaded_interpreter.run(["-c", "from tenuto.cli import main; main()", *words], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

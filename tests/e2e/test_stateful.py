@@ -28,7 +28,7 @@ def test_a_seeded_bug_contradicts_the_model_of_several_ranks_too(name: str) -> N
     assert caught(next(bug for bug in BUGS if bug.name == name), 12, 1, RankProduct)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [pytest.param(QUICK[0], marks=pytest.mark.long), *QUICK[1:]])
 def test_a_seeded_bug_contradicts_the_model(name: str) -> None:
     assert caught(next(bug for bug in BUGS if bug.name == name), 40, 1)
 

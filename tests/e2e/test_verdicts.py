@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from support import loaded_interpreter
+
 # Six batches an epoch. "habit": as torch.save is called. "passed": its own loop over whole epochs, without data=.
 # "given": data= is passed. "module": the same, with a module of the user's beside it.
 SCRIPT = """
@@ -78,7 +80,12 @@ with tenuto.Checkpointer(sys.argv[1], state, data=batches, save=every(steps=5) |
 """
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, torch: bool = False) -> subprocess.CompletedProcess[str]:
+    return loaded_interpreter.run([*map(str, arguments)], torch=torch, timeout=120)
+
+
+def started(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """In an interpreter of its own: what certify has proven holds for the modules that the script itself imports."""
     return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
@@ -100,7 +107,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_snapshots_as_torch_save_takes_them_are_refused_before_anything_is_made(tmp_path: Path, script: Path) -> None:
-    done = run(script, "habit", tmp_path / "ckpts")
+    done = run(script, "habit", tmp_path / "ckpts", torch=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-2:] == [
         "tenuto.errors.UsageError: state['model'] is what state_dict() of a module returned: a snapshot, which does "
@@ -112,7 +119,7 @@ def test_snapshots_as_torch_save_takes_them_are_refused_before_anything_is_made(
 
 @pytest.mark.long
 def test_a_number_that_never_counts_is_told_and_what_is_known_is_no_gap(tmp_path: Path, script: Path) -> None:
-    done = run(script, "given", tmp_path / "ckpts")
+    done = run(script, "given", tmp_path / "ckpts", torch=True)
     assert done.returncode == 0
     (said,) = [line for line in done.stderr.splitlines() if "TenutoWarning" in line]
     assert "state['epoch'] is 0 as it was 2 epochs ago" in said and "ckpt.epoch" in said
@@ -140,7 +147,7 @@ def test_a_number_that_never_counts_is_told_and_what_is_known_is_no_gap(tmp_path
 def test_where_the_data_or_the_optimizer_was_out_of_sight_nothing_is_promised(
     tmp_path: Path, script: Path, form: str, why: list[str]
 ) -> None:
-    done = run(script, form, tmp_path / "ckpts")
+    done = run(script, form, tmp_path / "ckpts", torch=True)
     assert done.returncode == 0, done.stderr
     text, certificate = shown(tmp_path / "ckpts")
     assert (certificate["verdict"], certificate["exact"], certificate["unknown"]) == ("unknown", False, why)
@@ -150,7 +157,7 @@ def test_where_the_data_or_the_optimizer_was_out_of_sight_nothing_is_promised(
     rows = json.loads(tenuto("ls", tmp_path / "ckpts", "--json").stdout)["runs"][0]["checkpoints"]
     assert "unknown" in {row["verdict"] for row in rows}
     more = f" (and {len(why) - 1} more)" if len(why) > 1 else ""
-    assert f", verified; unknown: {why[0]}{more})" in run(script, form, tmp_path / "ckpts").stderr
+    assert f", verified; unknown: {why[0]}{more})" in run(script, form, tmp_path / "ckpts", torch=True).stderr
 
 
 @pytest.mark.long
@@ -180,7 +187,7 @@ def test_what_certify_has_proven_checkpoints_say_until_the_script_or_its_argumen
         "  -  any other number of ranks than 1\n"
         "  -  an end by a signal that the script handles: it was killed by SIGKILL\n"
     )
-    assert run(*command).returncode == 0
+    assert started(*command).returncode == 0
     text, certificate = shown(where)
     assert (certificate["verdict"], certificate["exact"]) == ("proven", True)
     assert (certificate["proof"]["saved"], certificate["proof"]["last"]) == (4, 8)
@@ -189,15 +196,15 @@ def test_what_certify_has_proven_checkpoints_say_until_the_script_or_its_argumen
 
     module.write_text("RATE = 0.2\n")
     steps.write_text("15")
-    assert run(*command).returncode == 0
+    assert started(*command).returncode == 0
     assert shown(where)[1]["verdict"] == "no known gap"
     module.write_text("RATE = 0.1\n")
     steps.write_text("20")
-    assert run(*command, "--more").returncode == 0
+    assert started(*command, "--more").returncode == 0
     assert shown(where)[1]["verdict"] == "no known gap"
 
     (tmp_path / "chosen.py").write_text("import rates\nrates.RATE = 0.3\n")
     for settings, verdict in (("25 chosen", "no known gap"), ("30", "proven")):
         steps.write_text(settings)
-        assert run(*command).returncode == 0
+        assert started(*command).returncode == 0
         assert shown(where)[1]["verdict"] == verdict, "certify has not seen the chosen file"

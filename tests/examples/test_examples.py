@@ -20,6 +20,8 @@ OF_RANKS = {"ranks_ddp", "ranks_fsdp2", "ranks_tp_fsdp2"}
 """Run by tests/multiprocess."""
 OF_README = {"quickstart"}
 """Compared with the README's block, which tests/docs runs."""
+OF_STORES = {"tiers"}
+"""Run by tests/stores, against a real S3."""
 
 
 def example(name: str) -> ModuleType:
@@ -31,7 +33,7 @@ def example(name: str) -> ModuleType:
 
 
 def test_every_example_is_here() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED | OF_RANKS | OF_README
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == TESTED | OF_RANKS | OF_README | OF_STORES
 
 
 class CutOff(BaseException):

@@ -143,7 +143,7 @@ def variants(where: Path) -> dict[str, tuple[list[dict[str, Any]], str]]:
     other = STEP.replace("10", "20")
     size = (where / pack).stat().st_size
     encoded = lambda name: base64.b64encode((where / name).read_bytes()).decode()  # noqa: E731
-    new = {"format": 2}
+    new = {"format": 3}
     return {
         "critical_pack_bit": ([{"object": pack, "flip": [size - 700, 3]}], "CorruptionError"),
         "critical_pack_last_bit": ([{"object": pack, "flip": [size - 1, 7]}], "CorruptionError"),

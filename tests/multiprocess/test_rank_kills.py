@@ -31,6 +31,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+# Long: `test_memory_torch` kills a rank of either wrapper, and `test_ranks_trust` ranks of any kind.
+@pytest.mark.long
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_r2_single_ranks_killed_under_torch_go_on_to_the_very_bits(report: dict[str, Any], wrapper: str) -> None:
     found = report["trainings"][wrapper]
@@ -40,6 +42,7 @@ def test_r2_single_ranks_killed_under_torch_go_on_to_the_very_bits(report: dict[
     assert compared["steps of a rank"] >= 16 and compared["checkpoints"] >= 1
 
 
+@pytest.mark.long
 def test_r2_what_is_broken_in_a_training_under_torch_is_told(report: dict[str, Any]) -> None:
     """Parameters, optimizer, random generators, data order."""
     told = {name: seen for one in report["trainings"].values() for name, seen in one["controls_told"].items()}
@@ -109,3 +112,5 @@ def test_a_rank_that_is_left_alone_names_who_was_killed_or_who_found_it_out() ->
     assert knew(1, {"ranks": [1]}, set()) and not knew(1, {"ranks": [2]}, set())
     assert knew(1, {"ranks": [2]}, {2}) and knew(1, {"ranks": []}, {0})
     assert not knew(1, {}, set()) and not knew(-6, {"ranks": [1]}, set())
+    assert knew(1, {"step": 10, "unsaved": ["rank 0 waited for rank 1, which is dead"]}, set())
+    assert not knew(1, {"step": 10, "unsaved": ["no space left"]}, set()) and not knew(1, {"step": 10}, set())

@@ -19,16 +19,12 @@ from tenuto.ranks.contract import Settings
 
 FEW = (
     Cell("server", "write", "SIGSTOP"),
-    Cell("server", "train", "SIGKILL"),
     Cell("directory", "plan", "gone"),
     Cell("directory", "vote", "hung"),
-    Cell("directory", "ready", "emptied"),
     Cell(2, "claim", "SIGKILL"),
     Cell(0, "vote", "SIGSTOP", serves=True),
     Cell(2, "memory", "SIGKILL", serves=True),
-    Cell(0, "exit", "SIGKILL"),
     Cut("vote", whole=True),
-    Cut("begin", whole=True, nth=2),
     Cut("announce", whole=False),
 )
 

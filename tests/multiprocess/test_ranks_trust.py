@@ -91,7 +91,7 @@ def test_whoever_is_killed_or_stopped_wherever_the_others_say_so_and_the_job_goe
             went_on(job, following)
 
 
-@pytest.mark.parametrize(("kind", "kills"), [(OfNumbers, 3), (OnNodes, 3)])
+@pytest.mark.parametrize(("kind", "kills"), [(OfNumbers, 3), (OnNodes, 1)])
 def test_a_slice_of_the_campaign(tmp_path: Path, kind: type[OfNumbers], kills: int) -> None:
     """Single ranks killed at random moments and places: every round ends as the training that nothing disturbed."""
     *_, tallies = campaign(kills, 3, tmp_path, [kind(30)], alone_every=5)

@@ -71,6 +71,7 @@ def by_function(rows: list[dict[str, Any]]) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.long
 def test_what_no_test_notices_or_reaches_is_reported_and_what_hangs_is_told_apart(tmp_path: Path) -> None:
     result, tree = tmp_path / "result.json", tmp_path / "tree"
     options = small_tree(tree)

@@ -19,6 +19,7 @@ from tenuto.cli.views import ages
 from tenuto.concurrency import process
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
+from tenuto.maintenance import status
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Owner
 from tenuto.repo import repository, tombstones
@@ -89,7 +90,7 @@ def fixed_identity() -> Iterator[None]:
 
 def show_fixed_places(real: Path) -> None:
     """For a child that prints: stores lie below PLACE, as far as anyone is told, and it is the next morning."""
-    ages.clock = (BEGIN + timedelta(hours=9)).timestamp
+    ages.clock = status.clock = (BEGIN + timedelta(hours=9)).timestamp
     LocalStore.url = property(lambda store: store.root.replace(str(real), PLACE))  # type: ignore[assignment]
 
 

@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import tenuto
 from snapshots import fixed
 from snapshots.screen import Shown, on_pipes, on_terminal
 from tenuto.cli.application import COMMANDS
@@ -27,6 +30,11 @@ RULES = (
     (re.compile(r'"(seconds|left_s)": \d[\d.e-]*'), r'"\1": "<seconds>"'),
     (re.compile(r'"(free_before|free_after)": \d+'), r'"\1": "<bytes>"'),
     (re.compile(r"\S+ [KMGTP]iB free there now, \S+ [KMGTP]iB before"), "<bytes> free there now, <bytes> before"),
+    (re.compile(r'"(beat_s|bytes_per_s)": \d[\d.e-]*'), r'"\1": "<number>"'),
+    (re.compile(r"last beat [\w ]+ ago"), "last beat <age> ago"),
+    (re.compile(r"((?: +\d+){4} +[\d.]+ [KMG]?i?B +)[\d.]+ (?:us|ms|s) +[\d.]+ [KMG]iB/s"), r"\1<time>  <rate>"),
+    (re.compile(r"SIZE +TIME +RATE"), "SIZE  TIME  RATE"),
+    (re.compile(r"\bcopies/[0-9a-f]{12}-"), "copies/<place>-"),
     (re.compile(r"kept until \d\d-\d\d \d\d:\d\d"), "kept until 01-03 04:05"),
     (re.compile(r"^tenuto \d+\.\d+\S*$", re.M), "tenuto <version>"),
 )
@@ -63,11 +71,48 @@ class Case:
 
     @property
     def looks_only(self) -> bool:
-        return not self.words or self.words[0] in ("ls", "show", "verify", "--help", "--version")
+        return not self.words or self.words[0] in ("ls", "show", "status", "verify", "--help", "--version")
 
 
 def case(name: str, line: str, prepare: Prepare = nothing, **more: Any) -> Case:
     return Case(name, tuple(line.split()), prepare, **more)
+
+
+def trained_by_another_tool(where: Path) -> None:
+    """Three checkpoints of another tool in `out`, one of them damaged, and an archive of numpy."""
+    for step in (100, 200, 300):
+        place = where / "out" / f"checkpoint-{step}"
+        place.mkdir(parents=True)
+        arrays = {"module.w": np.full((8, 4), step, np.float32), "module.b": np.zeros(8, np.float32)}
+        save_file(arrays, place / "model.safetensors")
+        history = [{"step": step, "loss": 10 / step}]
+        (place / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": history}))
+        (place / "training_args.bin").write_bytes(b"a pickle")
+    np.savez(where / "x.npz", w=np.arange(6.0))
+
+
+def and_one_is_damaged(where: Path) -> None:
+    trained_by_another_tool(where)
+    with (where / "out/checkpoint-200/model.safetensors").open("r+b") as file:
+        file.truncate(150)
+
+
+def copied_elsewhere(where: Path) -> None:
+    """A copy in `copy`, from before the newest checkpoint, with one bit of a manifest flipped."""
+    repository = tenuto.Repository(where / "checkpoints")
+    newest = repository.checkpoints("gpt")[0]
+    (where / "checkpoints" / newest.directory).rename(where / "newest")
+    repository.replicate(where / "copy")
+    (where / "newest").rename(where / "checkpoints" / newest.directory)
+    path = where / "copy" / repository.checkpoints("gpt")[1].manifest
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def primary_lost(where: Path) -> None:
+    copied_elsewhere(where)
+    shutil.rmtree(where / "checkpoints")
 
 
 def damaged(where: Path) -> None:
@@ -135,6 +180,16 @@ def there_already(where: Path) -> None:
     (where / "out.safetensors").write_bytes(b"mine")
 
 
+def wrong_settings(where: Path) -> None:
+    text = 'where = "checkpoints"\nin_flight = 0\n\n[save]\nstep = 500\n\n[keep]\nlatest = 3\nall = true\n'
+    (where / "tenuto.toml").write_text(text)
+
+
+def set_up(where: Path) -> None:
+    text = 'where = "checkpoints"\nrun = "gpt"\n\n[save]\nsteps = 500\n\n[keep]\ndaily = 7\n'
+    (where / "tenuto.toml").write_text(text)
+
+
 CASES = (
     case("ls", "ls checkpoints", ways=EVERY),
     case("ls_colour", "ls checkpoints", damaged, ways="colour"),
@@ -148,7 +203,7 @@ CASES = (
     case("ls_repository_nearby", "ls .", ways="narrow json"),
     case("ls_no_such_run", "ls checkpoints --run gtp", ways="narrow json"),
     case("ls_newer_format", "ls checkpoints", newer_format, ways="narrow json"),
-    case("ls_bad_url", "ls s3://bucket/checkpoints", ways="narrow json"),
+    case("ls_bad_url", "ls nosuch://bucket/checkpoints", ways="narrow json"),
     case("show", "show checkpoints --run gpt", ways=EVERY),
     case("show_leaves", "show checkpoints --run gpt --leaves", ways="narrow"),
     case("show_depth", "show checkpoints --run gpt --depth 1", ways="narrow"),
@@ -182,6 +237,11 @@ CASES = (
     case("export_there_already", "export checkpoints out.safetensors --run gpt", there_already, ways="narrow json"),
     case("export_other_kind", "export checkpoints out.ckpt --run gpt", ways="narrow"),
     case("export_nothing_chosen", "export checkpoints out.safetensors --run gpt --include modle", ways="narrow"),
+    case("config_show", "config show", set_up, ways=f"{EVERY} colour"),
+    case("config_check", "config check", set_up),
+    case("config_check_wrong", "config check", wrong_settings, ways=EVERY),
+    case("config_show_wrong", "config show", wrong_settings),
+    case("ls_settings", "ls --run small", set_up),
     case("rm", "rm checkpoints gpt/a0001/2 gpt/a0001/8 --yes", ways="wide narrow pipes"),
     case("rm_json", "rm checkpoints gpt/a0001/2 --yes", ways="json"),
     case("rm_asks_yes", "rm checkpoints gpt/a0001/2", answer=b"y\n", ways="narrow colour"),
@@ -215,6 +275,28 @@ CASES = (
     case("gc_frees", "gc checkpoints --grace 0 --yes", marked_by_gc),
     case("gc_no_terminal", "gc checkpoints --grace 0", marked_by_gc, ways="pipes"),
     case("replicate_one_place", "replicate checkpoints", ways="narrow json"),
+    case("replicate_elsewhere_plan", "replicate checkpoints ./copy --dry-run", ways="wide narrow json"),
+    case("replicate_elsewhere", "replicate checkpoints ./copy", damaged, ways="narrow json"),
+    case("replicate_check", "replicate checkpoints ./copy --check", copied_elsewhere, ways="pipes json"),
+    case("replicate_no_place", "replicate checkpoints --follow", ways="narrow json"),
+    case("promote_primary", "promote checkpoints --yes", ways="narrow json"),
+    case("promote_refused", "promote copy --yes", copied_elsewhere, ways="pipes json"),
+    case("promote", "promote copy --yes", primary_lost, ways="pipes json"),
+    case("import", "import x.npz foreign --step 7", trained_by_another_tool, ways="pipes json"),
+    case("import_plan", "import x.npz foreign --dry-run --dtype f16", trained_by_another_tool, ways="narrow json"),
+    case("import_no_format", "import out/checkpoint-100/training_args.bin foreign", trained_by_another_tool),
+    case("import_rule", "import x.npz foreign --rename v=u", trained_by_another_tool, ways="narrow"),
+    case("migrate", "migrate out foreign --strip module.", trained_by_another_tool, ways="pipes json"),
+    case(
+        "migrate_plan",
+        "migrate out foreign --dry-run --strip module.",
+        trained_by_another_tool,
+        ways="wide narrow json",
+    ),
+    case("migrate_damaged", "migrate out foreign", and_one_is_damaged, ways="pipes json"),
+    case("migrate_damaged_plan", "migrate out foreign --dry-run", and_one_is_damaged, ways="narrow"),
+    case("status", "status checkpoints --run gpt", copied_elsewhere, ways="pipes json"),
+    case("status_runs", "status checkpoints", ways="wide narrow"),
     case("version", "--version", ways="narrow"),
     case("help", "--help", ways="wide narrow colour"),
     case("no_command", "", ways="narrow pipes"),
@@ -236,7 +318,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (where / "empty").mkdir()
     for name in COMMANDS:  # here once, and not in each child that is forked
         importlib.import_module(f"tenuto.cli.commands.{name}")
-    for name in ("gc", "inspect", "remove", "replicate", "retention", "undelete", "verify"):
+    for name in ("gc", "inspect", "remove", "replicate", "retention", "status", "undelete", "verify"):
         importlib.import_module(f"tenuto.maintenance.{name}")
     return where
 

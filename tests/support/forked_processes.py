@@ -20,14 +20,20 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 LOADED = [
+    "torch._dynamo",  # the first module that FSDP cuts imports it, which takes over a second
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.optim.adamw",
     "tenuto.training.checkpointer",
     "tenuto.engine.read.sharded_reader",
     "tenuto.integrations.torch.adapter",
+    "tenuto.integrations.torch.certificate",
+    "tenuto.integrations.torch.data.iteration",
+    "tenuto.integrations.torch.rng",
+    "tenuto.integrations.torch.state_dicts",
     "tenuto.ranks.kv.shared_files",
     "tenuto.ranks.kv.torch_store",
+    "support.forked_from",
 ]
 
 

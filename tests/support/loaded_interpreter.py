@@ -2,14 +2,14 @@
 none of it: an interpreter that loads them anew takes most of a second of a processor, and several with torch.
 
 What a program sees is its own: arguments, environment, directory, streams, `__main__`, random numbers that nobody has
-seeded; and it ends as interpreters do, by the end of the main module, with what runs at exit. All hash strings alike.
-Tests about imports, hashes, or an interpreter's start, start one.
+seeded; and it ends as interpreters do, by the end of the main module, with what runs at exit. Only what an interpreter
+then does to its modules is left out: to take all of torch apart takes half a second of a processor. All hash strings
+alike. Tests about imports, hashes, or an interpreter's start, start one.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
 import json
 import os
@@ -77,7 +77,9 @@ class Program:
         torch: bool = False,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
+        stderr: int | None = None,
     ) -> None:
+        """stderr: the descriptor that it writes to, `subprocess.STDOUT` for that of stdout; else a pipe."""
         modules = WITH_TORCH if torch else PLAIN
         if modules not in _servers:
             _servers[modules] = Server(modules)
@@ -85,8 +87,9 @@ class Program:
         self.returncode: int | None = None
         pipes = [os.pipe() for _ in range(3)]
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
+        given = [*theirs[:2], {None: theirs[2], subprocess.STDOUT: theirs[1]}.get(stderr, stderr)]
         about = {"words": list(words), "env": dict(os.environ if env is None else env), "cwd": str(cwd or os.getcwd())}
-        self.pid = self._server.ask(about, theirs)
+        self.pid = self._server.ask(about, given)
         self._ended = os.pidfd_open(self.pid)
         for descriptor in theirs:
             os.close(descriptor)
@@ -179,19 +182,44 @@ def begun(asked: Mapping[str, Any], descriptors: Sequence[int]) -> Callable[[], 
         code, sys.argv = compile(more[0], "<string>", "exec"), ["-c", *more[1:]]
         sys.path.insert(0, "")
     else:
-        code, sys.argv, main.__file__ = compile(Path(kind).read_text(), kind, "exec"), [kind, *more], kind
-        sys.path.insert(0, str(Path(kind).parent))
+        main.__file__ = os.path.abspath(kind)
+        code, sys.argv = compile(Path(kind).read_text(), main.__file__, "exec"), [kind, *more]
+        sys.path.insert(0, os.path.dirname(main.__file__))
     sys.modules["__main__"] = main
     return lambda: exec(code, main.__dict__)  # its objects live as long as it does
+
+
+def run_to_its_end(program: Callable[[], object]) -> int:
+    """As an interpreter runs its main module. The exit status; what is raised names no line of this file."""
+    try:
+        program()
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        print(left.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        raise  # the interpreter ends by the signal
+    except BaseException as error:  # noqa: BLE001 - as an interpreter does
+        own, calls = error.__traceback__, 2
+        while own is not None and calls:
+            own, calls = own.tb_next, calls - 1
+        sys.excepthook(type(error), error.with_traceback(own), own)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
     sys.path.pop(0)  # where this file lies
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    gc.freeze()  # else each child would look through it all, and so copy its pages
+    importlib.import_module("support.forked_from")
     asking = socket.socket(fileno=int(sys.argv[1]))
     asking.send(b"loaded")
     program = serve(asking)
-    if program is not None:
-        program()
+    status = run_to_its_end(program) if program is not None else 0
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,6 +1,7 @@
 """A page of documentation, run: its Python, its scripts and its commands, in order, and what they print.
 
-- A `python` block whose first line is `# name.py` is a script: it is written to that file. Any other runs at once; the
+- A `python` block whose first line is `# name.py` is a script: it is written to that file, and so is a `toml` block
+  whose first line is `# name.toml`. Any other runs at once; the
   blocks of a page share one namespace. A `text` block directly below is what it prints.
 - In `console` and `sh` blocks `python name.py` of a script of the page runs in a process of its own, and so does
   `tenuto …` from there on; on a page without scripts that runs in this process. In a `console` block the lines below a
@@ -20,11 +21,11 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support import loaded_interpreter
 from tenuto.cli import main
 
 ENVIRONMENT = {"COLUMNS": "90", "OMP_NUM_THREADS": "1"}
@@ -70,6 +71,8 @@ class Page:
         for block in blocks(text):
             if block.language == "python":
                 self.python(block)
+            elif block.language == "toml" and (file := re.match(r"# (\w+\.toml)\n", block.text)):
+                (self.directory / file[1]).write_text(self.here(block.text))
             elif block.language in ("console", "sh"):
                 written.append((block, self.commands(block)))
             elif block.language == "text" and block.adjoins and self.printed:
@@ -138,10 +141,10 @@ class Page:
         assert script or words[0] == "tenuto", f"{self.at(block)}: neither run nor listed in NOT_RUN: {command}"
         if script or self.scripts:  # what a script left in memory, only another process sees
             program = words[1:] if script else ["-c", "from tenuto.cli import main; main()", *words[1:]]
-            left = subprocess.run(
-                [sys.executable, *program], cwd=self.directory, env={**os.environ, **ENVIRONMENT, **environment},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, timeout=120,
-                check=False,
+            torch = script and "torch" in (self.directory / words[1]).read_text()
+            left = loaded_interpreter.run(
+                program, torch=torch, cwd=self.directory, env={**os.environ, **ENVIRONMENT, **environment},
+                stderr=subprocess.STDOUT, timeout=120,
             )  # fmt: skip
             printed, self.status = left.stdout, left.returncode
         else:

@@ -13,12 +13,12 @@ import numpy as np
 
 import tenuto
 from tenuto import every, keep, on
-from tenuto.api.open import Leaf
+from tenuto.engine.read.opened import Leaf
 from tenuto.events import Event
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import SavePolicy
-from tenuto.state.declarations import PerRank, Replicated, Shard
+from tenuto.state.declarations import FirstRank, PerRank, Replicated, Shard
 from tenuto.telemetry import LogSink
 from tenuto.training.loops import Batches, Epochs, Steps
 
@@ -58,6 +58,8 @@ def checkpointer(place: Path, state: dict[str, object], loader: list[int]) -> No
         wait_for_owner=30.0,
         memory_budget=1 << 30,
         in_flight=2,
+        encoding=tenuto.Encoding(codec="lz4", delta=4),
+        key="env:KEY",
         ranks=tenuto.SharedFiles(place, rank=0, world_size=2),
         log="saves",
         sinks=[Printing(), print],
@@ -169,6 +171,13 @@ def places(state: dict[str, int], directory: Path) -> None:
     mirror = tenuto.Mirror("/one", directory, "/three", copies=2)
     assert_type(tenuto.load(mirror), tenuto.Restored)
     tenuto.Checkpointer(mirror, state)
+    tier = tenuto.Tier(
+        "s3://bucket/run", save=tenuto.every(steps=9), keep=tenuto.keep.all(), capacity="5GB", wait=False
+    )
+    tenuto.Checkpointer(tenuto.Stripe("/nvme0", directory, part="4MiB"), state)
+    tenuto.Checkpointer(tenuto.Cached("/far", directory, limit="50GB"), state)
+    tiers = tenuto.Tiers(tenuto.Tier(directory, per_node=True), tenuto.Tier("/shared"), tier, copies=1)
+    assert_type(tiers.lag(), tuple[tenuto.events.TierLag, ...])
 
 
 def placements(tensor: object, declared: Shard) -> None:
@@ -179,6 +188,8 @@ def placements(tensor: object, declared: Shard) -> None:
     assert_type(tenuto.flat(tensor, whole=(8, 4), begin=16), Shard)
     assert_type(tenuto.replicated(tensor), Replicated)
     assert_type(tenuto.per_rank(tensor), PerRank)
+    assert_type(tenuto.first_rank(tensor), FirstRank)
+    assert_type(tenuto.late(), Any)
     tenuto.register(complex, lambda one: [one.real, one.imag], lambda plain: complex(*plain))
     tenuto.declare(declared)
     tenuto.declare(tenuto.replicated(tensor))

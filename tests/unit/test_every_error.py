@@ -221,6 +221,19 @@ def nothing_whole(place: Path, patch: pytest.MonkeyPatch) -> object:
     return tenuto.load(place)
 
 
+@case(errors.CopyDiverged, "has another runs/main/a0001/attempt.json than", "to keep both, copy into an empty place")
+def a_copy_of_what_went_on_differently(place: Path, patch: pytest.MonkeyPatch) -> object:
+    """The same attempt was claimed by another process: the repository was set back before it."""
+    trained(place)
+    copy, claim_name = place.with_name("copy"), "runs/main/a0001/attempt.json"
+    tenuto.Repository(place).replicate(copy)
+    values = canonical_json.open_seal((copy / claim_name).read_bytes(), name=claim_name)
+    values.pop("digest", None)
+    (copy / claim_name).write_bytes(canonical_json.seal({**values, "id": "0" * 32}))
+    next((copy / "runs/main/a0001").glob("step-*/manifest.json")).unlink()
+    raise tenuto.Repository(place).replicate(copy).failed[0]
+
+
 @case(errors.RemovalRefused, "`latest` means|latest", "")
 def removing_the_latest(place: Path, patch: pytest.MonkeyPatch) -> object:
     from tenuto.maintenance.remove import execute, plan_remove
@@ -235,6 +248,47 @@ def a_flipped_bit(place: Path, patch: pytest.MonkeyPatch) -> object:
     checkpoint = tenuto.save(state(), place)
     flip(place, "runs/*/*/*/rank-*.safetensors", -1)
     return tenuto.load(place, step=checkpoint.step)
+
+
+# -- keys -------------------------------------------------------------------------
+
+
+def sealed(place: Path, patch: pytest.MonkeyPatch) -> Path:
+    """Returns the key file of a new repository with one sealed checkpoint."""
+    from tenuto.cli.commands.key import Action, key
+
+    for name in ("TENUTO_KEY_FILE", "TENUTO_KEY", "TENUTO_PASSPHRASE"):
+        patch.delenv(name, raising=False)
+    tenuto.save(state(), place, step=1)
+    file = place.with_name("key")
+    key(Action.add, str(place), key_file=[str(file)])
+    tenuto.save(state(), place, step=2, key=file)
+    return file
+
+
+@case(errors.KeyMissing, "no key was given that fits its slots", "TENUTO_KEY_FILE")
+def a_save_without_the_key(place: Path, patch: pytest.MonkeyPatch) -> object:
+    sealed(place, patch)
+    return tenuto.save(state(), place, step=3)
+
+
+@case(errors.WrongKey, "opens none of the slots", "tenuto key ls")
+def another_key(place: Path, patch: pytest.MonkeyPatch) -> object:
+    from tenuto.seal.secret_sources import make_file
+
+    sealed(place, patch)
+    make_file(place.with_name("other"))
+    return tenuto.load(place, key=place.with_name("other"))
+
+
+@case(errors.Tampered, "manifest.json is not what a holder of the repository's key has put there")
+def an_altered_manifest(place: Path, patch: pytest.MonkeyPatch) -> object:
+    file = sealed(place, patch)
+    name = "runs/main/a0001/step-00000002/manifest.json"
+    values = canonical_json.open_seal((place / name).read_bytes(), name=name)
+    values.pop("digest", None)
+    (place / name).write_bytes(canonical_json.seal({**values, "metrics": {"loss": 0.0}}))
+    return tenuto.load(place, step=2, key=file)
 
 
 # -- owners and saves ---------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_no_module_class_or_function_has_a_retired_word_in_its_name() -> None:
         f"{path.relative_to(ROOT)}: {name}"
         for path in FILES
         for name in names(path)
-        if words(name) & set(RETIRED.split())
+        if words(name) & set(RETIRED.split()) and name != "tell"  # of Python's file objects
     }
     assert not found, "\n".join(sorted(found))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tenuto.engine.read.choose import Checkpoint
 from tenuto.errors import CheckpointNotFound, did_you_mean, typed
@@ -17,6 +19,13 @@ from tenuto.repo.refs import check_tag, clear_ref, find_tag, is_damaged, is_name
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Where
 from tenuto.store.registry import open_store, redirected
+
+if TYPE_CHECKING:
+    from tenuto.api.export import Exported
+    from tenuto.api.migrate import Check, MigrationReport
+    from tenuto.maintenance.compare_copy import CopyCheck
+    from tenuto.maintenance.copy_elsewhere import CopyReport
+    from tenuto.maintenance.status import Status
 
 
 class Repository:
@@ -122,6 +131,142 @@ class Repository:
     def metrics(self, id: CheckpointId) -> dict[str, float]:
         """Returns the metrics logged with the step and noted later; the later value counts."""
         return with_notes(self.repo.manifest(id).metrics, self.notes(id))
+
+    def replicate(
+        self,
+        to: Where,
+        *,
+        run: str | None = None,
+        steps: Iterable[int | str | CheckpointId] | None = None,
+        prune: bool = False,
+        read: bool = False,
+    ) -> CopyReport:
+        """Copies checkpoints to another store, every byte verified on the way, and returns what it has copied.
+
+        `to` becomes a copy of this repository, from which everything can be read and in which nobody can train. What it
+        has already is skipped; a copy that was cut off is continued. Without `run` and `steps` all is copied. `prune`
+        removes there what this repository has removed; `read` reads every byte of the copy first, and replaces what is
+        damaged.
+
+        Raises RepositoryError where something else lies in `to`; what goes wrong with one checkpoint is in `failed` of
+        the report.
+        """
+        from tenuto.maintenance.compare_copy import check_copy
+        from tenuto.maintenance.copy_elsewhere import execute, plan_copy
+        from tenuto.maintenance.copy_record import is_copy
+
+        target = open_store(to)
+        ids = None if steps is None else [resolve(self.repo, run or "main", step) for step in steps]
+        damaged = check_copy(self.repo, target, run=run, every_byte=True).damaged if read and is_copy(target) else ()
+        plan = plan_copy(self.repo, target, run=run, ids=ids, damaged=damaged)
+        return execute(self.repo, target, plan, prune=prune, emitter=self._emitter)
+
+    def check_copy(self, of: Where, *, run: str | None = None, read: bool = False) -> CopyCheck:
+        """Compares a copy that `replicate` has made with this repository: whether it lags behind, has something else
+        under the same names, or is damaged; with `read` every byte of its data files. Writes nothing. Raises
+        NotARepository and RepositoryError where no copy of this repository is."""
+        from tenuto.maintenance.compare_copy import check_copy
+
+        return check_copy(self.repo, open_store(of), run=run, every_byte=read, emitter=self._emitter)
+
+    @staticmethod
+    def migrate(
+        source: str | Path,
+        where: Where,
+        *,
+        run: str = "main",
+        step: int | None = None,
+        format: str | None = None,
+        entry: str | None = None,
+        rename: Sequence[str] = (),
+        strip: str = "",
+        dtype: str | None = None,
+        check: Check = "samples",
+        skip_damaged: bool = False,
+    ) -> MigrationReport:
+        """Makes the checkpoint of another tool at `source`, or all of those in it, checkpoints of `run` in `where`, a
+        repository that is made where there is none.
+
+        Each is read without running code from it and without memory for its tensors, written, and compared with its
+        source, in samples or (`check="all"`) in every byte. Only when all of them are, they become visible, in the
+        order of their steps.
+
+        - `step`: of a single one that tells none; None: the one after `latest`.
+        - `format`: of `tenuto.formats.formats()`, where the content alone does not tell.
+        - `entry`: of the state, below which it is put; bare weights go below "model".
+        - `rename`, `strip`: rules for names such as `"^old=new"`, regular expressions; a prefix to take off first.
+        - `dtype`: what floating-point tensors are rounded to.
+        - `skip_damaged`: leaves out what cannot be read.
+
+        Raises StoreError and UsageError where there is nothing of a known format or a rule meets nothing, MissingExtra,
+        CorruptionError, Unserialisable, RunInUse, and SaveFailed where something else came back than was read.
+        """
+        from tenuto.api.migrate import Rules, execute, plan_migration
+        from tenuto.formats.convert import Renaming, float_type
+
+        rules = Rules(Renaming(rename, strip), None if dtype is None else float_type(dtype), entry)
+        plan = plan_migration(Path(source), where, run=run, step=step, format=format, rules=rules)
+        return execute(plan, where, check=check, skip_damaged=skip_damaged)
+
+    @staticmethod
+    def adopt(
+        source: str | Path,
+        where: Where | None = None,
+        *,
+        run: str = "main",
+        step: int | None = None,
+        format: str | None = None,
+    ) -> list[Checkpoint]:
+        """Makes the checkpoints of another tool at `source` checkpoints of `run` in place: DCP directories, safetensors
+        files, files of `torch.save`. No byte of them is copied or changed: the files get a second name (a hard link) in
+        the repository `where`, and an index with digests of every byte. None: `source` itself becomes the repository.
+
+        Both lie in one file system of this machine. Removing the checkpoint leaves the files. Values that are not
+        tensors are read, without running code, and kept beside them. Each file is adopted by itself, in the order of
+        steps; `step` is of a single one that tells none.
+
+        Raises UsageError and StoreError where a file cannot have a second name or the run has come further,
+        Unserialisable for tensors that do not lie in one piece, and what `tenuto.formats.read` raises.
+        """
+        from tenuto.api.adopt import adopt
+
+        return adopt(source, where, run=run, step=step, format=format)
+
+    def export(
+        self,
+        out: str | Path,
+        *,
+        to: str | None = None,
+        run: str = "main",
+        step: int | str | CheckpointId = "latest",
+        entry: str | None = None,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        rename: Sequence[str] = (),
+        strip: str = "",
+        dtype: str | None = None,
+        force: bool = False,
+    ) -> Exported:
+        """Writes tensors of a checkpoint to `out` in the format `to`, or that of its suffix, every byte verified.
+
+        Without `entry`, `include`, `exclude` and `strip` they are those of the state's one model (all, where it has
+        none), under their names in it. The rest is as in `migrate`; `force` replaces what is there. Raises UsageError
+        for what makes no sense, and what reading a checkpoint raises.
+        """
+        from tenuto.api.export import Choice, export
+        from tenuto.formats.convert import float_type
+
+        rounded = None if dtype is None else float_type(dtype)
+        choice = Choice(entry, include, exclude, strip, rename, rounded)
+        return export(self.repo, Path(out), lambda: run, step, to=to, choice=choice, force=force, emitter=self._emitter)
+
+    def status(self, run: str | None = None, *, newest: int = 4) -> Status:
+        """Returns which of the newest checkpoints is whole in which place, how far each place is behind, who trains,
+        and what training resumes from when a process, this node or the site is lost. Looks at names and lengths only.
+        """
+        from tenuto.maintenance.status import status
+
+        return status(self.repo, run=run, newest=newest)
 
     def __repr__(self) -> str:
         return f"Repository({self.url!r})"

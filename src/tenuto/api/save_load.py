@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tenuto.concurrency.deadlines import seconds
+from tenuto.concurrency.deadlines import seconds, within
 from tenuto.engine.read.choose import (
     Checkpoint,
     CheckpointLeaves,
@@ -19,26 +19,40 @@ from tenuto.engine.read.choose import (
     restore_checkpoint,
     restore_latest,
 )
-from tenuto.errors import CheckpointNotFound, Superseded, UsageError, typed
+from tenuto.errors import (
+    CheckpointNotFound,
+    DeadlineExceeded,
+    NotARepository,
+    RunNotFound,
+    StoreError,
+    Superseded,
+    UsageError,
+    in_words,
+    typed,
+)
 from tenuto.events import AnySink, Emitter, WaitingForOwner, listed
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
 from tenuto.ranks.contract import TIMEOUT_S, Ranks
 from tenuto.ranks.detection import Solo, find_ranks
 from tenuto.ranks.kv.torch_store import initialised
+from tenuto.repo.keys import KeySource, unlock
 from tenuto.repo.lineage import latest, resolve
-from tenuto.repo.replicated.places import report_to
+from tenuto.repo.replicated.members import ANSWER_S
+from tenuto.repo.replicated.places import followers_of, report_to, tiers_of
 from tenuto.repo.repository import Repo
 from tenuto.state import frameworks
 from tenuto.state.contract import Flattened, Prepared
 from tenuto.state.restore.match import match_state
-from tenuto.store.contract import Where
+from tenuto.store.contract import Store, Where
 from tenuto.store.registry import open_store, redirected
 from tenuto.telemetry.console import Log, console
 
 # What only saves and only several ranks need is imported where it is used: a process that loads once pays for neither.
 if TYPE_CHECKING:
     from tenuto.engine.save.rank_group import RankGroup
+    from tenuto.policy.encoding import Encoding, Preset
+    from tenuto.policy.keep import KeepPolicy
     from tenuto.repo.ownership.claim import Attempt
     from tenuto.sharding.write_plan import Strategy
     from tenuto.training import run_registry
@@ -74,6 +88,8 @@ def save(
     ranks_timeout: float = TIMEOUT_S,
     writers: Strategy = "balanced",
     wait_for_owner: float | None = None,
+    encoding: Encoding | Preset = "plain",
+    key: KeySource | None = None,
     log: Log | None = None,
     sinks: Iterable[AnySink] = (),
 ) -> Checkpoint:
@@ -83,13 +99,53 @@ def save(
     rank calls it with its own part of the state, and one checkpoint is made of all; `ranks_timeout` is how many seconds
     they wait for one that is missing. A rank that saves by itself there passes `ranks=tenuto.Solo()`. What several
     ranks hold is written by all of them, or as `writers` says (see Checkpointer). `wait_for_owner` is for how many
-    seconds it waits for another process that owns the run. `log` and `sinks` are as in Checkpointer; a save that goes
-    well prints nothing.
+    seconds it waits for another process that owns the run. `encoding`, `key`, `log` and `sinks` are as in Checkpointer;
+    a save that goes well prints nothing.
 
     Raises Unserialisable naming the path of what cannot be represented, RunInUse if another live process owns the run
     (UsageError if a Checkpointer of this one trains it), errors of the store, and of several ranks RanksMissing,
     RanksDisagree, RankFailed and ShardMismatch; the checkpoints that were there stay as they are.
     """
+    return save_made(
+        lambda _: state,
+        where,
+        step=step,
+        run=run,
+        ranks=ranks,
+        ranks_timeout=ranks_timeout,
+        writers=writers,
+        wait_for_owner=wait_for_owner,
+        encoding=encoding,
+        key=key,
+        log=log,
+        sinks=sinks,
+    )
+
+
+Share = Callable[[bytes], Sequence[bytes]]
+"""Gives every rank the bytes of all ranks, by rank. Every rank calls it as often."""
+
+
+def save_made(
+    make: Callable[[Share], Any],
+    where: Where,
+    *,
+    step: int | None = None,
+    run: str = "main",
+    ranks: Ranks | None = None,
+    ranks_timeout: float = TIMEOUT_S,
+    writers: Strategy = "balanced",
+    wait_for_owner: float | None = None,
+    keep: KeepPolicy | None = None,
+    encoding: Encoding | Preset = "plain",
+    key: KeySource | None = None,
+    log: Log | None = None,
+    sinks: Iterable[AnySink] = (),
+) -> Checkpoint:
+    """Saves as `save` does the state that `make` returns. What `make` raises on one rank is told to all of them; what
+    the ranks have to know of each other for it, they share. `keep`: which checkpoints of the run stay once this one is
+    committed; None: all of them."""
+    from tenuto.policy.encoding import encoding_of
     from tenuto.state.encode.flattener import flatten
     from tenuto.training.arguments import strategy
     from tenuto.training.snapshot import check_platform
@@ -98,22 +154,42 @@ def save(
     patience_s, writers = seconds(ranks_timeout, "ranks_timeout="), strategy(writers)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step={step!r} is not a number of completed steps", subject="step", hint="step=500")
+    stored = encoding_of(encoding)
     wait_s = None if wait_for_owner is None else seconds(wait_for_owner, "wait_for_owner=")
     ranks, where, sinks = find_ranks(ranks), redirected(where), listed(sinks)
     emitter = Emitter(sinks, console(log, sinks, rank=ranks.rank, raises=True))
     if ranks.world_size > 1:
         from tenuto.engine.group.group import joined_group
 
-        facts = {"step": "the next" if step is None else str(step)}
+        facts = {"step": "the next" if step is None else str(step), "encoding": str(stored)}
         met = joined_group(ranks, where, run, emitter, patience_s, call="save", facts=facts, writers=writers)
         with met as (group, repo):
-            return _saved(repo, flatten(state), run, step, wait_s=wait_s, emitter=emitter, group=group)
+
+            def share(data: bytes) -> Sequence[bytes]:
+                with group.round("shared") as round:
+                    return round.all_gather(data, patience_s, "sharing what the ranks have to know of each other")
+
+            unlock(repo, key, writing=True)
+            return _saved(
+                repo,
+                flatten(make(share), rank=group.rank),
+                run,
+                step,
+                keep,
+                wait_s=wait_s,
+                encoding=stored,
+                emitter=emitter,
+                group=group,
+            )
     from tenuto.engine.save.rank_group import SoloGroup
 
-    flattened = flatten(state)
+    flattened = flatten(make(lambda data: [data]))
     repo = Repo.create_or_open(open_store(where), once=True)
+    unlock(repo, key, writing=True)
     with _saving.setdefault((repo.id, run_key(run)), threading.Lock()):
-        return _saved(repo, flattened, run, step, wait_s=wait_s, emitter=emitter, group=SoloGroup())
+        return _saved(
+            repo, flattened, run, step, keep, wait_s=wait_s, encoding=stored, emitter=emitter, group=SoloGroup()
+        )
 
 
 def _saved(
@@ -121,8 +197,10 @@ def _saved(
     flattened: Flattened,
     run: str,
     step: int | None,
+    keep: KeepPolicy | None,
     *,
     wait_s: float | None,
+    encoding: Encoding,
     emitter: Emitter,
     group: RankGroup,
 ) -> Checkpoint:
@@ -143,7 +221,7 @@ def _saved(
         repo, lambda: _attempt(repo, run, key, step, wait_s=wait_s, waiting=emitter.emit)
     )
     attempt.leave()  # whoever wants the run meanwhile waits: it is free once this save has ended
-    saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=group.protocol(repo))
+    saver = Saver(repo, run, emitter=emitter, lasting=False, protocol=group.protocol(repo), encoding=encoding)
     saver.attempt = attempt
     try:
         about = ManifestDetails(
@@ -153,9 +231,17 @@ def _saved(
         id = handle.wait()
         if group.coordinates:  # else it is another process's, which alone can hold the run by it
             _attempts[key] = (attempt, number)
+        if keep is not None and group.coordinates:
+            from tenuto.maintenance.retention import execute, plan_retention
+
+            execute(repo, attempt, plan_retention(repo, attempt, keep), emitter=emitter)
     finally:
         attempt.release()
         saver.close()
+    if group.coordinates and tiers_of(repo.store) is not None:
+        from tenuto.maintenance.tier_copies import fill_now
+
+        fill_now(repo, id, partial(emitter.report, subject=run))
     manifest = saver.manifest
     assert manifest is not None and manifest.id == id, "what was committed"
     return Checkpoint(repo.url, id, manifest.bytes, manifest.leaves, manifest.content, manifest.metrics)
@@ -182,7 +268,8 @@ def _attempt(
         return step if step is not None else (newest.step + 1 if newest is not None else 0)
 
     held = _attempts.get(key)
-    if held is not None and number() > held[1]:
+    # A promoted copy has the identity of the primary that this process may have saved to before.
+    if held is not None and held[0].repo.url == repo.url and number() > held[1]:
         try:
             held[0].resume()
         except Superseded:
@@ -218,6 +305,7 @@ def load(
     device: Any = None,
     ranks: Ranks | None = None,
     ranks_timeout: float = TIMEOUT_S,
+    key: KeySource | None = None,
     log: Log | None = None,
     sinks: Iterable[AnySink] = (),
 ) -> Restored:
@@ -233,6 +321,7 @@ def load(
     - `rename`: the checkpoint's path to that of `into`: a mapping of prefixes, or a callable.
     - `include`, `exclude`: globs over the paths that `rename` leads to, each standing for what is below it as well, or
       compiled expressions.
+    - `key`: opens a sealed repository, as in Checkpointer.
     - `device`: where new tensors go, and where an `into` that is one module is moved. What exists in an `into` that is
       a mapping stays where it is: an optimizer's state has to be where its parameters are.
     - `ranks`, `ranks_timeout`: in a job of several processes (torch.distributed is initialised, or `ranks` names them)
@@ -266,11 +355,15 @@ def load(
         from tenuto.engine.group.group import joined_group
 
         facts = {"step": str(step)}
-        with joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts) as (group, repo):
+        find = partial(_holding, run=run, step=step, emitter=emitter)
+        met = joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts, find=find)
+        with met as (group, repo):
+            unlock(repo, key)
             report_to(repo.store, partial(emitter.report, subject=run))
             found = _found(repo, run, group.restorer(repo, run, match, emitter).restore(step))
     else:
-        repo = Repo.open(open_store(where))
+        repo = _holding(open_store(where), run, step, emitter)
+        unlock(repo, key)
         report_to(repo.store, partial(emitter.report, subject=run))
         if step == "latest":
             found = _found(repo, run, restore_latest(repo, run, match, emitter=emitter))
@@ -282,6 +375,34 @@ def load(
     if ranks.is_coordinator:
         report_skipped(emitter, repo.url, found.skipped, found.id)
     return Restored.of(found, repo.url)
+
+
+def _holding(store: Store, run: str, step: int | str, emitter: Emitter) -> Repo:
+    """Opens the repository; where only one of its other tiers has what is meant, as that tier has it."""
+    report = partial(emitter.report, subject=run)
+    try:
+        repo = Repo.open(store, report=report)
+        if followers_of(repo.store):
+            resolve(repo, run, step)
+        return repo
+    except (NotARepository, CheckpointNotFound, RunNotFound):
+        for follower in followers_of(store):
+            asked = partial(_asked, follower, run, step)
+            try:
+                there, id = within(ANSWER_S, f"asking {follower.url}", asked, subject=follower.url)
+            except (NotARepository, CheckpointNotFound, RunNotFound):
+                continue
+            except (StoreError, DeadlineExceeded) as error:
+                report(f"{follower.url}, which may have what is not in {store.url}, is left out: {in_words(error)}")
+                continue
+            report(f"step {id.step} of run {id.run} is not in {store.url}: read from {follower.url}")
+            return there
+        raise
+
+
+def _asked(store: Store, run: str, step: int | str) -> tuple[Repo, CheckpointId]:
+    repo = Repo.open(store)
+    return repo, resolve(repo, run, step)
 
 
 def _found(repo: Repo, run: str, result: RestoreResult | None) -> RestoreResult:

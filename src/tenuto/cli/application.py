@@ -36,8 +36,10 @@ MEANT = {
     "remove": ("rm",),
     "prune": ("keep", "gc"),
     "clean": ("gc",),
-    "convert": ("export",),
+    "convert": ("import", "export"),
+    "adopt": ("import",),
     "best": ("ls",),
+    "settings": ("config",),
 }
 """What people type whose other tools call it so."""
 

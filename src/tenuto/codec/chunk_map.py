@@ -2,8 +2,9 @@
 
 A row (a leaf, or a part of one) is divided into chunks of `chunk_bytes`, the last of them shorter; a row of no bytes
 has none, and no chunk spans two rows. In format 1 a chunk is stored as it is, and the chunks of a row lie one after the
-other. So no column is written down: each is computed by arithmetic, for the rows that are asked for. Everything else
-that needs the place of a chunk asks this module.
+other. So no column is written down: each is computed by arithmetic, for the rows that are asked for. In format 2 chunks
+are encoded, and lie anywhere: their columns come from the index. Everything else that needs the place of a chunk asks
+this module.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from tenuto.model.records import StoredChunks
 
 Array = np.ndarray[Any, Any]
 Column = np.ndarray[Any, np.dtype[np.int64]]
@@ -27,6 +30,15 @@ def chunk_counts(length: Array, chunk_bytes: int) -> Column:
     """Returns the number of chunks of each row, int64 [n]."""
     found: Column = -(-np.asarray(length, np.int64) // chunk_bytes)
     return found
+
+
+def chunk_sizes(length: Array, chunk_bytes: int) -> Column:
+    """Returns the bytes of each chunk of each row, int64 [chunks], row after row."""
+    counts = chunk_counts(length, chunk_bytes)
+    sizes = np.full(int(counts.sum()), chunk_bytes, np.int64)
+    ends = np.cumsum(counts)[counts > 0]
+    sizes[ends - 1] = (np.asarray(length, np.int64) - (counts - 1) * chunk_bytes)[counts > 0]
+    return sizes
 
 
 def chunk_starts(length: Array, chunk_bytes: int) -> Column:
@@ -56,6 +68,10 @@ class ChunkedRows(Protocol):
     def digests(self) -> Array: ...
     @property
     def chunk_bytes(self) -> int: ...
+    @property
+    def stored(self) -> StoredChunks | None: ...
+    @property
+    def sealed(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,11 +137,55 @@ class ChunkMap:
     first: Array
     digests: Array
     chunk_bytes: int
+    stored: StoredChunks | None = None
+    """Where the chunks lie, if they are encoded: then what a range of a row's bytes is stored in is no range."""
+    sealed: int | None = None
+    """The number of the key that hides `digests`; None where they are not hidden."""
 
     @classmethod
     def of(cls, rows: ChunkedRows) -> ChunkMap:
         """Returns the map of an index or of its table."""
-        return cls(rows.pack, rows.offset, rows.length, rows.chunk_start, rows.digests, rows.chunk_bytes)
+        return cls(
+            rows.pack,
+            rows.offset,
+            rows.length,
+            rows.chunk_start,
+            rows.digests,
+            rows.chunk_bytes,
+            rows.stored,
+            rows.sealed,
+        )
+
+    @property
+    def stored_digests(self) -> Array:
+        """Returns the digests of the chunks as they are stored, uint8 [chunks, 16]."""
+        return self.digests if self.stored is None else self.stored.digests
+
+    def all_stored(self) -> Chunks:
+        """Returns every chunk as it is stored, each place in a pack once: of an encoded index also those that others
+        are decoded from, which count as chunks of a row that needs them."""
+        stored = self.stored
+        if stored is None:
+            return self.chunks()
+        row = np.zeros(len(stored), np.int64)
+        counts = chunk_counts(self.length, self.chunk_bytes)
+        row[: len(self.digests)] = np.repeat(np.arange(len(counts)), counts)
+        built = np.flatnonzero(stored.base >= len(self.digests))
+        while len(built):
+            below = stored.base[built]
+            row[below] = row[built]
+            built = np.unique(below[stored.base[below] >= len(self.digests)])
+        _, first = np.unique(np.stack([stored.pack, stored.offset], 1), axis=0, return_index=True)
+        return Chunks(
+            row=row[first],
+            want=row[first],
+            start=np.zeros(len(first), np.int64),
+            size=stored.raw[first],
+            pack=stored.pack[first],
+            offset=stored.offset[first],
+            stored=stored.stored[first],
+            digest=first.astype(np.int64),
+        )
 
     def chunks(self, rows: Column | None = None, span: Span | None = None) -> Chunks:
         """Returns the chunks of `rows`, row after row.
@@ -149,6 +209,10 @@ class ChunkMap:
             number += low[want]
         row, start = rows[want], number * chunk
         size = np.minimum(length[want] - start, chunk)
+        if self.stored is not None:
+            entry = self.first[row] + number
+            places = (self.stored.pack[entry], self.stored.offset[entry], self.stored.stored[entry])
+            return Chunks(row, want, start, size, *places, digest=entry)
         return Chunks(
             row=row,
             want=want,
@@ -182,6 +246,7 @@ class ChunkMap:
     def stored_ranges(self, rows: Column, start: Column, stop: Column) -> tuple[Column, Column, Column]:
         """Returns, for each of `rows`, the bytes that hold its bytes `start[i] .. stop[i] - 1`, in whole chunks: pack,
         first byte, and the byte behind the last."""
+        assert self.stored is None, "encoded chunks lie anywhere"
         chunk = self.chunk_bytes
         offset, high = self.offset[rows], np.minimum(-(-stop // chunk) * chunk, self.length[rows])
         return self.pack[rows], offset + start // chunk * chunk, offset + high

@@ -134,13 +134,14 @@ class LoopThreads(NamedTuple):
     copy: int
 
     @classmethod
-    def of(cls, processes: int) -> LoopThreads:
+    def of(cls, processes: int, *, waiting: int = 0) -> LoopThreads:
         """Returns the threads of each of `processes` that work at the same time on this machine: a few for each core
-        that it has. More only take the cores from each other, at every hand-over of the interpreter's lock."""
+        that it has. More only take the cores from each other, at every hand-over of the interpreter's lock.
+        `waiting`: how many reads at once a store needs whose reads are mostly waiting; 0 for others."""
         own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else math.inf
         cores = min(own, (os.cpu_count() or 1) / processes)  # each process may be bound to cores of its own
         read, copy = math.ceil(4 * cores), math.ceil(2 * cores)
-        return cls(min(max(read, 2), MOST_READ_THREADS), min(copy, MOST_COPY_THREADS))
+        return cls(max(min(max(read, 2), MOST_READ_THREADS), waiting), min(copy, MOST_COPY_THREADS))
 
 
 def parallel_for(work: Callable[[Item], None], items: Sequence[Item], threads: int) -> None:

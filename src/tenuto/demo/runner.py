@@ -259,18 +259,19 @@ class Runner:
 
 
 def load_framework() -> None:
-    """Imports what the children need, without running any of it."""
+    """Imports what the children need, without running any of it, and finds out once what each of them would."""
     try:
         import torch._dynamo  # a process's first optimizer imports it, which takes over a second
 
         from tenuto.demo import train_gpt
         from tenuto.integrations.torch import certificate, rng
         from tenuto.integrations.torch.data import loaders
-        from tenuto.state.frameworks import adapter_of
-        from tenuto.training import checkpointer
+        from tenuto.state.frameworks import adapter_of, declared
+        from tenuto.training import checkpointer, snapshot
     except ModuleNotFoundError as error:
         raise MissingExtra(f"the demo trains with torch: {error}", hint=install("torch")) from error
-    assert all((torch._dynamo, checkpointer, train_gpt, certificate, loaders, rng, adapter_of("torch")))
+    assert all((torch._dynamo, checkpointer, train_gpt, certificate, loaders, rng, adapter_of("torch"), declared()))
+    snapshot.code_identity()
 
 
 @contextmanager

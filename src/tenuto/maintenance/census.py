@@ -7,10 +7,13 @@ unreadable object counts as needed: only one that was read and understood can be
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
+from tenuto.concurrency.worker_threads import parallel_for
+from tenuto.engine.read.chunk_reader import threads_for
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreDenied, UsageError
 from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
 from tenuto.model.records import Manifest
@@ -22,7 +25,7 @@ from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry
 
 MARKS: Final = "tombstones/gc"
-OWN: Final = frozenset({"refs", object_names.RUNS, "tombstones", "trash"})
+OWN: Final = frozenset({"refs", object_names.KEYS, object_names.RUNS, "tombstones", "trash"})
 """The directories at the top in which Tenuto puts anything."""
 _PROBE: Final = re.compile(r"probe-[0-9a-f]{32}\.json", re.ASCII)
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
@@ -55,6 +58,14 @@ class SaveDirectory:
     def has(self, file: str) -> bool:
         name = f"{self.id.directory}/{file}"
         return any(entry.name == name for entry in self.entries)
+
+    @property
+    def bases(self) -> tuple[CheckpointId, ...]:
+        """Returns the checkpoints on whose packs it rests; none if it can neither be restored nor committed."""
+        if self.state in ("committed", "removed") and self.manifest is not None:
+            return self.manifest.bases
+        open_or_damaged = self.state in ("unfinished", "removed", "damaged")
+        return self.begin.bases if open_or_damaged and self.begin is not None else ()
 
     @property
     def freed(self) -> bool:
@@ -95,12 +106,12 @@ class SaveDirectory:
             name: length for name, length in lengths.items() if object_names.is_pack(f"{self.id.directory}/{name}")
         }
         nbytes = sum(packs.values())
-        if nbytes == self.manifest.bytes:
+        if nbytes == self.manifest.stored_bytes:
             return ""
         begun = self.begin.names if self.begin else ()
         gone = [name for name in begun if name not in lengths]
         what = f"{', '.join(gone[:3])}: missing" if gone else f"{', '.join([*packs][:3])}: cut" if packs else "missing"
-        return f"{what} ({nbytes} of the {self.manifest.bytes} bytes that were saved are there)"
+        return f"{what} ({nbytes} of the {self.manifest.stored_bytes} bytes that were saved are there)"
 
     def strangers(self) -> Iterator[Entry]:
         own = {entry.name for entry in self.own()}
@@ -125,7 +136,8 @@ class Census:
     refs: list[Entry] = field(default_factory=list)
     proofs: list[Entry] = field(default_factory=list)
     places: list[Entry] = field(default_factory=list)
-    """Where else the repository lies, or whose place this is."""
+    """Where else the repository lies, where copies of it do, or whose place this is."""
+    keys: list[Entry] = field(default_factory=list)
     probes: list[Entry] = field(default_factory=list)
     """Left by a gc that died while it asked for the time."""
     foreign: list[Entry] = field(default_factory=list)
@@ -141,13 +153,23 @@ class Census:
 
 def take_census(repo: Repo) -> Census:
     """Reads names and small objects only; no pack and no index is opened."""
+    census = list_names(repo)
+    classify_all(repo, list(census.saves.values()))
+    return census
+
+
+def list_names(repo: Repo) -> Census:
+    """Lists the store in one go, and reads nothing: the saves are not classified."""
     census = Census()
     for entry in everything(repo, repo.store.walk, census.unlisted):
         if not place(census, entry):
             census.foreign.append(entry)
-    for save in census.saves.values():
-        classify(repo, save)
     return census
+
+
+def classify_all(repo: Repo, saves: Sequence[SaveDirectory]) -> None:
+    """Classifies saves, several at once where reading is mostly waiting."""
+    parallel_for(partial(classify, repo), saves, threads_for(repo).read if repo.store.capabilities.remote else 1)
 
 
 def everything(repo: Repo, below: Callable[[str], Iterable[Entry]], unlisted: list[str]) -> list[Entry]:
@@ -231,12 +253,15 @@ def place(census: Census, entry: Entry) -> bool:
     if entry.name in (object_names.REPOSITORY, object_names.REPOSITORY_COPY):
         return True
     if entry.name == object_names.MEMBER or (
-        parts[0] == object_names.PLACES and len(parts) == 2 and object_names.is_place(parts[1])
+        parts[0] in (object_names.PLACES, object_names.COPIES) and len(parts) == 2 and object_names.is_place(parts[1])
     ):
         census.places.append(entry)
         return True
     if parts[0] == "refs" and len(parts) == 4 and object_names.parse_numbered(parts[3]) is not None:
         census.refs.append(entry)
+        return True
+    if object_names.is_key_ring(entry.name):
+        census.keys.append(entry)
         return True
     if object_names.is_proof(entry.name):
         census.proofs.append(entry)

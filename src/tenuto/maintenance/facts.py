@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from types import MappingProxyType
 
-from tenuto.errors import CheckpointNotFound, CorruptionError
+from tenuto.errors import CheckpointNotFound
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import CheckpointFacts
+from tenuto.repo.bases import forks_besides
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.lineage import walk
 from tenuto.repo.notes import verification_of, with_notes
@@ -15,11 +17,18 @@ from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.repository import Repo
 
 
-def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = frozenset()) -> list[CheckpointFacts]:
+def gather_facts(
+    repo: Repo,
+    run: str,
+    *,
+    without: Container[CheckpointId] = frozenset(),
+    copying: Mapping[CheckpointId, str] = MappingProxyType({}),
+) -> list[CheckpointFacts]:
     """Returns the facts of every checkpoint of `run`, also on lines of training that were left behind.
 
     repo: a snapshot, whose listings and memory are used, or a repository that is read anew.
     without: checkpoints that are left out, as if they were not there.
+    copying: those that are being copied, with the name of the tier.
     Raises CorruptionError where a ref cannot be read: it may name any of them.
     """
     snapshot = repo if isinstance(repo, Snapshot) else Catalog().snapshot(repo, run)
@@ -57,6 +66,7 @@ def gather_facts(repo: Repo, run: str, *, without: Container[CheckpointId] = fro
             pinned=any(ref.kind == "pin" for ref in named),
             tags=tuple(ref.name for ref in named if ref.kind == "tag"),
             held=any(ref.kind == "hold" for ref in named),
+            copied_to=copying.get(id, ""),
             needed_by=tuple(needed.get(id, ())),
         )
         found.append(facts)
@@ -90,7 +100,7 @@ def relied_on(
     Of each walk that one of `going` is on: the first that is not known to be damaged, and, where one of `going` was
     verified, the first that was.
     """
-    for name in (run, *(other for other in snapshot.runs() if other != run and _forked_from(snapshot, other, run))):
+    for name in (run, *forks_besides(snapshot, run)):
         line = [id for id in walk(snapshot, name) if name != run or (id.run == run and id not in without)]
         mine = [id for id in line if id in going]
         if mine:
@@ -111,9 +121,7 @@ def _state(snapshot: Snapshot, id: CheckpointId) -> str:
 
 def _needed_elsewhere(snapshot: Snapshot, run: str) -> Iterator[tuple[CheckpointId, str]]:
     """Yields the checkpoints of `run` that other runs, forked from it, resume from or would fall back to."""
-    for other in snapshot.runs():
-        if other == run or not _forked_from(snapshot, other, run):
-            continue
+    for other in forks_besides(snapshot, run):
         fallback = True
         for place, id in enumerate(walk(snapshot, other)):
             state = _state(snapshot, id)
@@ -126,15 +134,3 @@ def _needed_elsewhere(snapshot: Snapshot, run: str) -> Iterator[tuple[Checkpoint
             fallback = fallback and state == "suspect"
             if state == "verified":
                 break
-
-
-def _forked_from(repo: Repo, other: str, run: str) -> bool:
-    """Returns whether an attempt of `other` may lead to `run`, directly or through other runs."""
-    for number in repo.attempts(other):
-        try:
-            record = repo.find_attempt(other, number)
-        except CorruptionError:
-            return True
-        if record is not None and record.parent is not None and record.parent.run != other:
-            return True
-    return False

@@ -8,18 +8,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from tenuto.errors import CorruptionError, ObjectNotFound, UsageError
+from tenuto.errors import CorruptionError, ObjectNotFound, UsageError, typed
 from tenuto.maintenance.census import AttemptDirectory, Census, SaveDirectory, census_of, everything
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, Json
 from tenuto.repo import identity
-from tenuto.repo.format import object_names, objects
+from tenuto.repo.format import key_records, object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.object_names import save_of
 from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.small_records import decode_attempt, decode_lease
 from tenuto.repo.refs import KINDS, read_ref
+from tenuto.repo.replicated.members import member_in
+from tenuto.repo.replicated.places import home_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry, leftovers_of
 
@@ -54,14 +56,16 @@ def repository_findings(repo: Repo, census: Census, checked: frozenset[Checkpoin
     yield from _identity(repo)
     copies: set[tuple[str, int]] = set()
     lost = LostManifests()
+    resting = {base: save.id for save in census.saves.values() for base in save.bases}
     for attempt in census.attempts.values():
         yield from attempt_findings(repo, attempt, copies, lost)
     yield from _refs(repo, census, lost)
+    yield from _keys(repo, census)
     for save in census.saves.values():
         # The inspection of a checkpoint has reported the rest.
         if save.id not in checked or save.state not in ("committed", "damaged"):
-            yield from _save(repo, census, save, copies, lost)
-        yield from _around(save)
+            yield from _save(repo, census, save, copies, lost, needed_by=resting.get(save.id))
+        yield from _around(save, needed=save.state == "removed" and save.id in resting)
     yield from _seals(repo, census)
     yield from _strangers(census.foreign)
     for directory in census.unlisted:
@@ -86,7 +90,13 @@ def _identity(repo: Repo) -> Iterator[Finding]:
 
 
 def _save(
-    repo: Repo, census: Census, save: SaveDirectory, copies: set[tuple[str, int]], lost: LostManifests
+    repo: Repo,
+    census: Census,
+    save: SaveDirectory,
+    copies: set[tuple[str, int]],
+    lost: LostManifests,
+    *,
+    needed_by: CheckpointId | None = None,
 ) -> Iterator[Finding]:
     nbytes = sum(entry.length for entry in save.entries)
     attempt = census.attempts.get((save.id.run, save.id.attempt))
@@ -108,6 +118,11 @@ def _save(
             now = census_of(repo, save.id)
             if now.state != "unfinished" or not lost.evidence(now):
                 return
+            member = member_in(home_of(repo.store))
+            if member is not None and member.copy:
+                again = typed("tenuto", "replicate", member.home, repo.url)
+                yield Finding(save.id, "info", f"not all of it is copied yet: `{again}` continues", object=place)
+                return
             yield Finding(save.id, "error", f"is missing: {why}", object=save.id.manifest)
         else:
             yield Finding(save.id, "info", f"an unfinished save ({nbytes} bytes)", object=place)
@@ -115,6 +130,7 @@ def _save(
         yield Finding(save.id, "info", f"an aborted save whose objects are still there ({nbytes} bytes)", object=place)
     elif save.state == "removed":
         then = "its data has been freed" if save.freed else f"`undelete` can bring it back ({nbytes} bytes)"
+        then = then if needed_by is None else f"its data files are needed by {needed_by} ({nbytes} bytes)"
         yield Finding(save.id, "info", f"removed; {then}", object=place)
     if save.begin is not None and (attempt is None or not attempt.claimed):
         name = object_names.attempt_name(save.id.run, save.id.attempt)
@@ -175,10 +191,25 @@ def _refs(repo: Repo, census: Census, lost: LostManifests) -> Iterator[Finding]:
                 lost.named[id] = f"{kind} {name!r} names it"
 
 
-def _around(save: SaveDirectory) -> Iterator[Finding]:
+def _keys(repo: Repo, census: Census) -> Iterator[Finding]:
+    """Yields findings about key rings, as far as they can be read without a key."""
+    rings = {object_names.parse_numbered(entry.name.rpartition("/")[2]) or 0: entry.name for entry in census.keys}
+    for number, name in rings.items():
+        data = _get(repo, name)
+        if number == max(rings) and data is not None:
+            try:
+                key_records.decode_ring(name, data, repo.id)
+            except CorruptionError as error:
+                yield _error(name, f"{error.message}: without it nothing sealed here can be opened")
+        elif data is not None:
+            message = "an older key ring, which removed slots may still open: any `tenuto key add` or `rm` removes it"
+            yield Finding(None, "info", message, object=name)
+
+
+def _around(save: SaveDirectory, *, needed: bool) -> Iterator[Finding]:
     for entry in save.tombstones:
         yield Finding(save.id, "info", "a removal was begun and has not ended", object=entry.name)
-    for entry in save.marks:
+    for entry in save.marks if not needed else ():
         yield Finding(save.id, "info", "gc has found that nothing needs it, and waits for its grace", object=entry.name)
     if save.state == "committed":
         for entry in save.trash:

@@ -33,6 +33,7 @@ from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 from tenuto.repo.commit import begin, commit, put_index
 from tenuto.repo.format.leaf_table import leaf_forms
 from tenuto.repo.format.object_names import index_file
+from tenuto.repo.keys import refuse_if_sealed
 from tenuto.repo.ownership.claim import Attempt, claim, joined
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
@@ -240,6 +241,8 @@ def execute(repo: Repo, plan: FlushPlan, *, report: Report | None = None) -> Flu
 
 
 def _flushed(repo: Repo, run: str, state: Sequence[JudgedImage], report: Report | None) -> Flushed:
+    resume = "start the training again: it resumes from there, and seals its saves"
+    refuse_if_sealed(repo, "what a training left in memory", hint=resume)
     with ExitStack() as stack:
         slots: list[LastingSlot] = []
         opened: list[Image] = []

@@ -9,7 +9,7 @@ aborted mark, so that neither a late commit nor an undelete can come to rely on 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +20,10 @@ from tenuto.maintenance.census import (
     Census,
     SaveDirectory,
     census_of,
+    classify_all,
     everything,
     ids_in_trash,
+    list_names,
     place,
     take_census,
 )
@@ -31,12 +33,14 @@ from tenuto.maintenance.remove import verification_state
 from tenuto.maintenance.replica_tidy import ForgottenSave, free_forgotten, unknown
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
+from tenuto.repo.bases import forks_besides
+from tenuto.repo.catalog import Catalog
 from tenuto.repo.format import object_names
 from tenuto.repo.ownership.lease import read_last
 from tenuto.repo.ownership.owner_watch import Finished, finished_runs, may_still_save
 from tenuto.repo.refs import list_refs
 from tenuto.repo.repository import Repo
-from tenuto.repo.tombstones import STALE_S, dead_tombstones, put_tombstone, still_exists, take_back
+from tenuto.repo.tombstones import STALE_S, Tombstone, dead_tombstones, put_tombstone, still_exists, take_back
 from tenuto.repo.unfinished import abort, free
 from tenuto.store.contract import Entry, final_name, leftovers_of
 from tenuto.units import count, size
@@ -70,7 +74,7 @@ def listed(repo: Repo, save: SaveDirectory) -> list[str]:
     if save.manifest is not None:
         names.update(entry.name for entry in save.manifest.tables)
         if save.begin is None:
-            names.update(_packs(repo, save.manifest))
+            names.update(_own_packs(repo, save.manifest))
     return sorted(names)
 
 
@@ -82,20 +86,54 @@ def listed_names(repo: Repo, save: SaveDirectory) -> set[str]:
     return notes | {f"{save.id.directory}/{file}" for file in files}
 
 
-def _packs(repo: Repo, manifest: Manifest) -> set[str]:
-    """Returns the packs that the manifest's indexes name, as far as those can be read."""
+def _own_packs(repo: Repo, manifest: Manifest) -> set[str]:
+    """Returns the packs in the checkpoint's own directory that its indexes name, as far as those can be read."""
     found: set[str] = set()
     for rank in range(len(manifest.indexes)):
         try:
-            found.update(pack.name for pack in repo.packs(manifest, rank))
+            found.update(pack.name for pack in repo.packs(manifest, rank) if pack.at is None)
         except CorruptionError:
             continue
     return found
 
 
+Needs = Mapping[CheckpointId, Collection[CheckpointId]]
+"""The checkpoints on whose packs others rest, each with those others."""
+
+
+def needs_in(repo: Repo, census: Census, finished: Finished) -> dict[CheckpointId, set[CheckpointId]]:
+    """Returns who rests on the packs of whom: checkpoints, those in the trash, and saves that may be under way.
+
+    Lists the names once more, and reads what is new: a save that has looked whether a checkpoint is there before the
+    census found that one removed has put its `begin.json` before.
+    """
+    found: dict[CheckpointId, set[CheckpointId]] = {}
+    begun = {id for id, save in census.saves.items() if save.has(object_names.BEGIN)}
+    new = [save for id, save in list_names(repo).saves.items() if id not in begun]
+    classify_all(repo, new)
+    for save in (*census.saves.values(), *new):
+        ended = save.state == "unfinished" and _claimed(repo, save.id) and not may_still_save(repo, save.id, finished)
+        for base in save.bases if not ended else ():
+            found.setdefault(base, set()).add(save.id)
+    return found
+
+
+def needed_now(repo: Repo, run: str, catalog: Catalog | None = None) -> dict[CheckpointId, CheckpointId]:
+    """Returns the checkpoints of `run` on whose packs others rest, each with one of those; reads what is not in
+    `catalog`. Whoever frees one has announced that before."""
+    snapshot = (catalog or Catalog()).snapshot(repo, run)
+    return snapshot.needs(forks_besides(snapshot, run))
+
+
+def needed_by(id: CheckpointId) -> str:
+    """Returns why a removed checkpoint's data files stay."""
+    return f"its data files are needed by {id}"
+
+
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """One save that nothing reaches. `left_s`: seconds of grace that are left, 0 if it goes now. `due`: it goes now."""
+    """One save that nothing reaches. `left_s`: seconds of grace that are left, 0 if it goes now. `due`: it goes now.
+    `trash`: the copies of its manifest there: others mean that it was brought back and removed again."""
 
     id: CheckpointId
     reason: str
@@ -104,6 +142,7 @@ class Garbage:
     marked: bool
     left_s: float
     due: bool
+    trash: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         what = "delete" if self.due else f"marked, {self.left_s / 3600:,.1f} h left" if self.marked else "mark"
@@ -116,7 +155,7 @@ class GcPlan:
     and copies in the trash that outlived their use, leases of superseded attempts. `void`: marks that speak of nothing
     any more, and tombstones of removers that died. `kept`: saves that look like garbage and are left alone, each with
     the reason. `forgotten`: what other places of the repository still hold of saves that it no longer knows. `now`:
-    nothing waits for its grace."""
+    nothing waits for its grace. `needs`: of what is to be deleted, what rests on its packs and has to go before."""
 
     where: str
     grace_s: float
@@ -127,6 +166,7 @@ class GcPlan:
     finished: tuple[tuple[str, int], ...]
     forgotten: tuple[ForgottenSave, ...] = ()
     now: bool = False
+    needs: tuple[tuple[CheckpointId, tuple[CheckpointId, ...]], ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -182,16 +222,21 @@ def plan_gc(
     last = {} if force or not now else _last_restorable(repo, census)
     for save in sorted(census.saves.values(), key=lambda save: save.id):
         reached = _reached(repo, save, named, known)
-        marks = [] if reached else [mark.entry for mark in valid_marks(repo, save)]
+        valid = [] if reached else valid_marks(repo, save)
+        marks = [mark.entry for mark in valid]
         void += [entry.name for entry in save.marks if entry not in marks]
         if not reached and save.id in last:
             kept.append((save.id, last[save.id]))
         elif not reached:
             age = max((age_s(repo, mark, now_ns) for mark in marks), default=0.0)
-            left_s = 0.0 if now else max(0.0, wait_s(save, grace_s) - age)
+            no_wait = now or any(mark.by == "needed" for mark in valid)
+            left_s = 0.0 if no_wait else max(0.0, wait_s(save, grace_s) - age)
             garbage.append(_garbage(save, marked=bool(marks), left_s=left_s, due=now or (bool(marks) and left_s <= 0)))
         elif save.state in ("unfinished", "removed", "damaged", "closed") and reached != NOTHING_LEFT:
             kept.append((save.id, reached))
+    needs = needs_in(repo, census, known) if garbage else {}
+    garbage, needed = _without_needed(garbage, needs)
+    kept += needed
     forgotten, ahead = unknown(repo)
     kept += ahead
     # What is not marked may be at work: a temporary of a living process is minutes old at most.
@@ -206,7 +251,28 @@ def plan_gc(
         tuple(sorted(known.items())),
         forgotten,
         now,
+        tuple((found.id, tuple(sorted(needs[found.id]))) for found in garbage if found.due and found.id in needs),
     )
+
+
+def _without_needed(garbage: list[Garbage], needs: Needs) -> tuple[list[Garbage], list[tuple[CheckpointId, str]]]:
+    """Splits off what something that stays rests on, each with the reason. What goes comes in the order in which it
+    may go: first what rests on others."""
+    going, kept = list(garbage), []
+    while True:
+        due = {found.id for found in going if found.due}
+        stay = [found for found in going if set(needs.get(found.id, ())) - due]
+        if not stay:
+            break
+        kept += [(found.id, needed_by(min(set(needs[found.id]) - due))) for found in stay]
+        going = [found for found in going if found not in stay]
+    ordered: list[Garbage] = []
+    while going:
+        left = {found.id for found in going}
+        free = [found for found in going if not left.intersection(needs.get(found.id, ()))] or going
+        ordered += free
+        going = [found for found in going if found not in free]
+    return ordered, kept
 
 
 def _clock_and_dead_tombstones(repo: Repo, census: Census, *, now: bool) -> tuple[int, list[str]]:
@@ -248,12 +314,18 @@ def execute(repo: Repo, plan: GcPlan) -> GcReport:
     """Marks, and deletes what is due and still unreached, after one more check of each."""
     finished = dict(plan.finished)
     repo.store.delete(plan.void)
-    marked, deleted, spared = [], [], []
+    marked: list[CheckpointId] = []
+    deleted: list[CheckpointId] = []
+    spared: list[tuple[CheckpointId, str]] = []
     nbytes = 0
+    needs = {id: set(others) for id, others in plan.needs}
     for found in plan.garbage:
         if found.due:
+            left = needs.get(found.id, set()).difference(deleted)
             try:
-                why = _delete(repo, found.id, finished, now=plan.now)
+                why = (
+                    needed_by(min(left)) if left else _delete(repo, found.id, finished, now=plan.now, trash=found.trash)
+                )
             except CorruptionError as error:
                 why = error.message
             if why:
@@ -270,9 +342,12 @@ def execute(repo: Repo, plan: GcPlan) -> GcReport:
     return GcReport(tuple(marked), tuple(deleted), nbytes, len(plan.odds), tuple(spared), len(lost))
 
 
-def free_expired(repo: Repo, run: str, *, by: By, grace_s: float = GRACE_S) -> tuple[CheckpointId, ...]:
+def free_expired(
+    repo: Repo, run: str, *, by: By, grace_s: float = GRACE_S, catalog: Catalog | None = None
+) -> tuple[CheckpointId, ...]:
     """Frees what removals by `by` have put into the trash of a run and whose grace is over, as a visit of gc would.
-    Returns what it freed. Costs one listing where the trash is empty.
+    Returns what it freed. Costs one listing where the trash is empty. `catalog`: learns what waits there because others
+    need its packs.
 
     Also ends what others had begun there: the grace of what has no mark, because its remover died or the disk was full,
     begins now; and what a freeing has closed goes.
@@ -285,37 +360,42 @@ def free_expired(repo: Repo, run: str, *, by: By, grace_s: float = GRACE_S) -> t
         if save.state == "removed" and not marks:
             with suppress(StoreFull):
                 put_mark(repo, save, by=by)
+        if catalog is not None and any(mark.by == "needed" for mark in marks):
+            catalog.waiting[save.id] = None
         own = [mark for mark in marks if mark.by == by]
         if own:
             with probe(repo) as name:
                 age = max(age_s(repo, mark.entry, repo.store.stat(name).modified_ns) for mark in own)
-            if age >= wait_s(save, grace_s) and not _delete(repo, save.id, {}):
+            if age >= wait_s(save, grace_s) and not _delete(repo, save.id, {}, among=catalog or Catalog()):
                 freed.append(save.id)
     return tuple(freed)
 
 
-def _delete(repo: Repo, id: CheckpointId, finished: Finished, *, now: bool = False) -> str:
-    """Deletes one marked save, or with `now` one that need not be; or says why it is spared."""
+def _delete(
+    repo: Repo,
+    id: CheckpointId,
+    finished: Finished,
+    *,
+    now: bool = False,
+    trash: Collection[str] | None = None,
+    among: Catalog | None = None,
+) -> str:
+    """Deletes one marked save, or with `now` one that need not be; or says why it is spared. That nothing rests on its
+    packs was found while it lay in the trash under these names, or is asked here, of what `among` does not know."""
     try:
         stone = put_tombstone(repo, id, reason="gc")
     except StoreFull:
         if not now:
             raise
-        return _delete_on_full_disk(repo, id)
+        return _delete_on_full_disk(repo, id, trash)
     crashpoint("tombstone put, manifest still there")
     try:
         save = census_of(repo, id)
-        why = _reached(repo, save, {ref.id for ref in list_refs(repo)}, finished)
-        if not why and not now and not valid_marks(repo, save):
-            why = "its mark has been taken back"
-        if not why and not still_exists(repo, stone):
-            why = "its tombstone has been taken back"
-        if not why and not close(repo, save, by="gc"):
-            why = "it has a manifest"
-        if not why:
-            # What has been in the trash had been committed: no writer is left that could put more of it.
-            sweep(repo, save, keep_begin=not save.trash and may_still_save(repo, id, finished))
-            repo.store.delete([entry.name for entry in save.marks])
+        why = _moved_since(save, trash)
+        if not why and among is not None:
+            others = needed_now(repo, id.run, among)
+            why = needed_by(others[id]) if id in others else ""
+        why = why or free_announced(repo, save, stone, finished, marked=not now)
     except TenutoError:
         take_back(repo, stone)
         raise
@@ -323,7 +403,33 @@ def _delete(repo: Repo, id: CheckpointId, finished: Finished, *, now: bool = Fal
     return why
 
 
-def _delete_on_full_disk(repo: Repo, id: CheckpointId) -> str:
+def free_announced(
+    repo: Repo, save: SaveDirectory, stone: Tombstone, finished: Finished, *, marked: bool = True
+) -> str:
+    """Deletes a save on whose packs nothing rests, and whose tombstone has been put; or says why it is spared.
+    `marked`: only with a mark."""
+    why = _reached(repo, save, {ref.id for ref in list_refs(repo)}, finished)
+    if not why and marked and not valid_marks(repo, save):
+        why = "its mark has been taken back"
+    if not why and not still_exists(repo, stone):
+        why = "its tombstone has been taken back"
+    if not why and not close(repo, save, by="gc"):
+        why = "it has a manifest"
+    if not why:
+        # What has been in the trash had been committed: no writer is left that could put more of it.
+        sweep(repo, save, keep_begin=not save.trash and may_still_save(repo, save.id, finished))
+        repo.store.delete([entry.name for entry in save.marks])
+    return why
+
+
+def _moved_since(save: SaveDirectory, trash: Collection[str] | None) -> str:
+    """Returns whether a checkpoint was brought back and removed again, so that others may have come to rest on it."""
+    if trash is None or save.state != "removed" or {entry.name for entry in save.trash} == set(trash):
+        return ""
+    return "it was brought back meanwhile"
+
+
+def _delete_on_full_disk(repo: Repo, id: CheckpointId, trash: Collection[str] | None) -> str:
     """Deletes what lies in the trash where there is no room for a tombstone; says why, if it does not.
 
     The copies in the trash make room for the aborted mark, and go first. Without them no undelete can begin, and one
@@ -333,6 +439,8 @@ def _delete_on_full_disk(repo: Repo, id: CheckpointId) -> str:
     named = {ref.id for ref in list_refs(repo)}
     if save.state != "removed" or id in named:
         return "there is no room to announce its removal"
+    if why := _moved_since(save, trash):
+        return why
     repo.store.delete([entry.name for entry in save.trash])
     if not close(repo, save, by="gc"):
         return "it has a manifest"
@@ -390,7 +498,8 @@ def _garbage(save: SaveDirectory, *, marked: bool, left_s: float, due: bool) -> 
         "removed": "in the trash",
     }[save.state]
     own = list(save.own())
-    return Garbage(save.id, reason, len(own), sum(entry.length for entry in own), marked, left_s, due)
+    trash = frozenset(entry.name for entry in save.trash)
+    return Garbage(save.id, reason, len(own), sum(entry.length for entry in own), marked, left_s, due, trash)
 
 
 def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[tuple[str, str]]:

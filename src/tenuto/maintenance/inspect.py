@@ -93,7 +93,7 @@ class Scan:
         return [*found, *self._by_leaf(bad)]
 
     def _name(self, number: int) -> str:
-        return f"{self._id.directory}/{self._index.packs[number].name}"
+        return self._index.packs[number].object_name(self._id)
 
     def _piece(self, piece: ChunkRun) -> list[tuple[int, int, int, str]]:
         """Returns the damaged chunks of a piece: leaf, pack, offset, and the problem."""
@@ -105,7 +105,7 @@ class Scan:
                 # Somewhere in it: splitting finds the chunk that cannot be read, and checks the others.
                 return [fault for part in split_run(piece) for fault in self._piece(part)]
             return [(int(chunks.row[0]), piece.pack, piece.start, f"cannot be read: {error.message}")]
-        wrong = chunks.take(differing(chunks, self._index.digests, data))
+        wrong = chunks.take(differing(chunks, self._chunks.stored_digests, data))
         columns = (wrong.row.tolist(), wrong.offset.tolist(), wrong.stored.tolist())
         bad = [
             (leaf, piece.pack, offset, f"{size} bytes are not what was saved")
@@ -291,10 +291,11 @@ def _read_index(repo: Repo, found: Inspection, manifest: Manifest, rank: int, bo
 
 
 def _check_totals(found: Inspection, manifest: Manifest, boxes: BoxTable | None) -> None:
-    nbytes = sum(pack.length for index in found.indexes for pack in index.packs)
+    nbytes = sum(pack.length for index in found.indexes for pack in index.packs if pack.at is None)
     leaves = boxes.leaves if boxes is not None else sum(len(index.specs) for index in found.indexes)
-    if (nbytes, leaves) != (manifest.bytes, manifest.leaves) and (boxes is None) == (manifest.boxes is None):
-        message = f"counts {manifest.leaves} leaves in {manifest.bytes} bytes, its indexes {leaves} in {nbytes}"
+    said = manifest.stored_bytes
+    if (nbytes, leaves) != (said, manifest.leaves) and (boxes is None) == (manifest.boxes is None):
+        message = f"counts {manifest.leaves} leaves in {said} bytes, its indexes {leaves} in {nbytes}"
         found.error(message, found.id.manifest, harms=False)
     if (boxes is None) == (manifest.boxes is None) and _content(found, manifest, boxes) != manifest.content:
         found.error("its content digest is not that of its leaves", found.id.manifest)
@@ -317,7 +318,7 @@ def _content(found: Inspection, manifest: Manifest, boxes: BoxTable | None) -> s
 def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> list[PackCopy]:
     """Returns the copies of one pack whose leaves are worth reading. Damage of one copy does no harm while another is
     intact."""
-    name = f"{found.id.directory}/{index.packs[number].name}"
+    name = index.packs[number].object_name(found.id)
     stores = copies_of(repo.store, name)
     if not stores and unreachable(repo.store):
         found.unseen.append(name)
@@ -355,10 +356,11 @@ class _CopyCheck:
 def _check_copy(store: Store, id: CheckpointId, index: Index, number: int) -> _CopyCheck:
     """Checks presence, length and header of one copy of a pack."""
     pack, check = index.packs[number], _CopyCheck()
-    name = f"{id.directory}/{pack.name}"
+    name = pack.object_name(id)
 
     def wrong(message: str, leaf: str | None, offset: int | None = None) -> None:
-        check.findings.append(Finding(id, "error", message, leaf, name, offset))
+        whose = "" if pack.at is None else f" (a data file of {pack.at}, on which it rests)"
+        check.findings.append(Finding(id, "error", message + whose, leaf, name, offset))
 
     try:
         with store.open(name) as reader:
@@ -377,6 +379,8 @@ def _check_copy(store: Store, id: CheckpointId, index: Index, number: int) -> _C
     check.read = check.readable = True
     if digest(block) != pack.header_digest:
         wrong("its header is not what was saved", _first_leaf(index, number), 0)
+        return check
+    if pack.adopted or index.stored is not None:  # what other tools make of it is their own; nothing, if it is encoded
         return check
     try:
         header = parse_header(block.data, name=name, file_length=pack.length)
@@ -399,7 +403,7 @@ def scan(found: Inspection, *, on_bytes: Callable[[int], None], threads: int) ->
                 scanned.setdefault((key, finding.object or ""), []).append(finding)
             found.bytes_read += sum(index.packs[one].length - index.packs[one].header_length for one in numbers)
         for number, copies in packs.items():
-            name = f"{found.id.directory}/{index.packs[number].name}"
+            name = index.packs[number].object_name(found.id)
             _take(found, copies, [scanned.get((id(copy.store), name), []) for copy in copies])
 
 
@@ -421,8 +425,12 @@ def _disagreements(header: Header, index: Index, number: int) -> Iterator[tuple[
 
 def _first_leaf(index: Index, number: int, *, beyond: int = 0) -> str | None:
     """Returns the path of the first leaf in a pack that ends behind byte `beyond`."""
-    rows = np.flatnonzero((index.pack == number) & (index.offset + index.length > beyond))
-    return index.specs[int(rows[np.argmin(index.offset[rows])])].path if len(rows) else None
+    chunks = ChunkMap.of(index).all_stored()
+    behind = np.flatnonzero((chunks.pack == number) & (chunks.end > beyond))
+    if not len(behind):  # only leaves of no bytes lie there
+        rows = np.flatnonzero((index.pack == number) & (index.stored is None))
+        return index.specs[int(rows[0])].path if len(rows) and not beyond else None
+    return index.specs[int(chunks.row[behind[np.argmin(chunks.offset[behind])]])].path
 
 
 def _check_begin(repo: Repo, found: Inspection, manifest: Manifest) -> None:
@@ -433,7 +441,7 @@ def _check_begin(repo: Repo, found: Inspection, manifest: Manifest) -> None:
     if begin.save_id != manifest.save_id:
         found.error("belongs to another save than the manifest", name, harms=False)
     named = {entry.name for entry in manifest.tables}
-    named.update(pack.name for index in found.indexes for pack in index.packs)
+    named.update(pack.name for index in found.indexes for pack in index.packs if pack.at is None)
     if not named <= set(begin.names):
         found.error(f"does not list {', '.join(sorted(named - set(begin.names)))}", name, harms=False)
 

@@ -18,14 +18,15 @@ from tenuto.errors import CorruptionError, ObjectNotFound
 from tenuto.maintenance.census import MARKS, SaveDirectory, mark_directory
 from tenuto.repo.format import objects
 from tenuto.repo.repository import Repo, now_text
-from tenuto.store.contract import Entry
+from tenuto.store.contract import Entry, time_of
 
 GRACE_S: Final = 24 * 3600.0
 """How long a removed checkpoint can be brought back, and an unfinished save waits, unless the caller says otherwise."""
 MARGIN_S: Final = 3600.0
 """How much longer a removed checkpoint's bytes stay, so that an undelete that begins within the grace can end."""
 
-By = Literal["gc", "rm", "retention"]
+By = Literal["gc", "rm", "retention", "needed"]
+"""needed: by retention, of what has no grace and stays in the trash only as long as others need its packs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,16 @@ class Mark:
     @property
     def goes(self) -> str:
         """Returns when a removed checkpoint's bytes may go, as text like `created`; empty if that cannot be read."""
+        return self._after(GRACE_S + MARGIN_S)
+
+    @property
+    def until(self) -> str:
+        """Returns until when a removed checkpoint can be brought back, as `goes`."""
+        return self._after(GRACE_S)
+
+    def _after(self, duration_s: float) -> str:
         try:
-            when = datetime.fromisoformat(self.created) + timedelta(seconds=GRACE_S + MARGIN_S)
+            when = datetime.fromisoformat(self.created) + timedelta(seconds=duration_s)
         except (ValueError, OverflowError):
             return ""
         return when.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
@@ -71,10 +80,8 @@ def store_now(repo: Repo) -> int:
 
 def age_s(repo: Repo, entry: Entry, now_ns: int) -> float:
     """Returns the seconds since the object was put, by the store's clock; 0 if it vanished."""
-    try:
-        return (now_ns - repo.store.stat(entry.name).modified_ns) / 1e9
-    except ObjectNotFound:
-        return 0.0
+    modified_ns = time_of(repo.store, entry)
+    return 0.0 if modified_ns is None else (now_ns - modified_ns) / 1e9
 
 
 def put_mark(repo: Repo, save: SaveDirectory, *, by: By) -> None:

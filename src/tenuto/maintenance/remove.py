@@ -6,14 +6,21 @@ whoever came before is seen; the copy in the trash; the manifest; the mark; the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.crashpoints import crashpoint
-from tenuto.errors import CheckpointNotFound, CorruptionError, RemovalRefused, TenutoError, typed
+from tenuto.engine.read.chunk_reader import threads_for
+from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RemovalRefused, TenutoError, typed
 from tenuto.events import Emitter, Removed
 from tenuto.maintenance.trash import move_into_trash
 from tenuto.model.ids import CheckpointId
+from tenuto.repo.bases import forks_besides
+from tenuto.repo.format import objects
+from tenuto.repo.format.object_names import begin_name
+from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.lineage import walk
 from tenuto.repo.notes import ignore, notes, verification_of
 from tenuto.repo.ownership.owner_watch import Finished, finished_runs, is_finished
@@ -83,11 +90,19 @@ def verification_state(repo: Repo, id: CheckpointId) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """One checkpoint to be removed, and what stands in the way. `bytes`: what gc will free later; 0 if nobody knows."""
+    """One checkpoint to be removed, and what stands in the way. `bytes`: what gc will free later; 0 if nobody knows.
+    `rested_on`: checkpoints that stay and rest on its packs, which stay with them."""
 
     id: CheckpointId
     bytes: int
     needs: tuple[Dependent, ...] = ()
+    rested_on: tuple[CheckpointId, ...] = ()
+
+    @property
+    def stays(self) -> str:
+        """Returns why its data files stay; empty if they do not."""
+        more = f" and {count(len(self.rested_on) - 1, 'other')}" if len(self.rested_on) > 1 else ""
+        return f"its data files are needed by {self.rested_on[0]}{more}" if self.rested_on else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +127,7 @@ class RemovePlan:
         for removal in self.removals:
             blocking = _blocking(removal.needs, force=self.force)
             why = f"refused: {'; '.join(need.reason for need in blocking)}" if blocking else "removed"
+            why += f"; {removal.stays}" if removal.stays and not blocking else ""
             lines.append(f"  {removal.id}  {why}")
         return "\n".join(lines)
 
@@ -132,7 +148,11 @@ def plan_remove(
                 hint=f"{typed('tenuto', 'ls', repo.url)} shows those there are",
             )
     known = finished_runs(repo, repo.runs()) if finished is None else dict(finished)
-    removals = tuple(Removal(id, _bytes(repo, id), tuple(dependents(repo, id, known))) for id in dict.fromkeys(ids))
+    resting = _resting_on(repo, set(ids))
+    removals = tuple(
+        Removal(id, 0 if resting[id] else _bytes(repo, id), tuple(dependents(repo, id, known)), resting[id])
+        for id in dict.fromkeys(ids)
+    )
     # The oldest goes first: cut short, the removal of a whole run leaves its newest checkpoints.
     ordered = tuple(sorted(removals, key=lambda removal: removal.id))
     return RemovePlan(repo.url, ordered, force, tuple(sorted(known.items())))
@@ -182,6 +202,33 @@ def _blocking(found: Sequence[Dependent], *, force: bool) -> list[Dependent]:
 
 def _bytes(repo: Repo, id: CheckpointId) -> int:
     try:
-        return repo.manifest(id).bytes
+        return repo.manifest(id).stored_bytes
     except CorruptionError:
         return 0
+
+
+def _resting_on(repo: Repo, ids: Collection[CheckpointId]) -> dict[CheckpointId, tuple[CheckpointId, ...]]:
+    """Returns for each of `ids` the other checkpoints that rest on its packs. Reads the `begin.json` of every save of
+    the runs that may, several at once, and the manifests of those that may rest on one."""
+    found: dict[CheckpointId, list[CheckpointId]] = {id: [] for id in ids}
+    runs = {run for id in ids for run in (id.run, *forks_besides(repo, id.run))}
+    saves = [
+        CheckpointId(run, attempt, step)
+        for run in sorted(runs)
+        for attempt in repo.attempts(run)
+        for step in repo.steps(run, attempt)
+    ]
+    named: dict[CheckpointId, tuple[CheckpointId, ...]] = {}
+
+    def read_bases(id: CheckpointId) -> None:
+        with suppress(ObjectNotFound, CorruptionError, CheckpointNotFound):
+            begin = decode_begin(repo.store.get(begin_name(id), limit=objects.SMALL), id, repo.id)
+            if not found.keys().isdisjoint(begin.bases):
+                named[id] = repo.manifest(id).bases
+
+    others = [id for id in saves if id not in found]
+    parallel_for(read_bases, others, threads_for(repo).read if repo.store.capabilities.remote else 1)
+    for id, bases in sorted(named.items()):
+        for base in found.keys() & set(bases):
+            found[base].append(id)
+    return {id: tuple(some) for id, some in found.items()}

@@ -17,7 +17,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.format.small_records import decode_attempt
 from tenuto.repo.replicated.members import node_of
-from tenuto.repo.replicated.places import all_places, places_of
+from tenuto.repo.replicated.places import all_places, followers_of, places_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store, final_name, is_leftover
@@ -60,11 +60,11 @@ def _tidy_save(places: ReplicatedStore, place: Store, id: CheckpointId, reposito
     if _is_known(places.home, id, repository) and not _is_aborted(places.home, id, repository):
         _follow(places, place, id)
         return False
-    if _is_ahead(places, place, id, repository):
+    if is_ahead(places, place, id, repository):
         message = f"{place.url} has {id}, and {places.url} does not know it: {SET_BACK}"
         places.warn_once(place, id.run, message)
         return False
-    return _free(place, id)
+    return free_in(place, id)
 
 
 def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[CheckpointId, str]]]:
@@ -78,7 +78,7 @@ def unknown(repo: Repo) -> tuple[tuple[ForgottenSave, ...], list[tuple[Checkpoin
             for id in _saves(place, key):
                 if _is_known(places.home, id, repo.id):
                     continue
-                if _is_ahead(places, place, id, repo.id):
+                if is_ahead(places, place, id, repo.id):
                     ahead.append((id, f"{place.url} has it, and the primary does not know it: {SET_BACK}"))
                 else:
                     packs = [entry.length for entry in place.walk(id.directory) if object_names.is_pack(entry.name)]
@@ -91,16 +91,16 @@ def free_forgotten(repo: Repo, found: ForgottenSave) -> bool:
     places = places_of(repo.store)
     assert places is not None, "found there"
     place = next(store for store in places.others if store.url == found.place)
-    if _is_known(places.home, found.id, repo.id) or _is_ahead(places, place, found.id, repo.id):
+    if _is_known(places.home, found.id, repo.id) or is_ahead(places, place, found.id, repo.id):
         return False
-    _free(place, found.id)
+    free_in(place, found.id)
     return True
 
 
 def targets(repo: Repo) -> list[Store]:
-    """Returns the places that must hold every pack: the home, and those that are no node's own."""
+    """Returns the places that `tenuto replicate` brings every pack: the home, and those that are no node's own."""
     home, *others = all_places(repo.store)
-    return [home, *(store for store in others if not node_of(store))]
+    return [home, *(store for store in others if not node_of(store)), *followers_of(repo.store)]
 
 
 def _saves(place: Store, run: str) -> Iterator[CheckpointId]:
@@ -125,8 +125,9 @@ def _follow(places: ReplicatedStore, place: Store, id: CheckpointId) -> None:
         places.replica(place).copy_from_home(id.manifest)
 
 
-def _free(place: Store, id: CheckpointId) -> bool:
-    """Frees a save in a place. Returns whether it had a pack there."""
+def free_in(place: Store, id: CheckpointId, *, manifest_last: bool = False) -> bool:
+    """Frees a save in a place. Returns whether it had a pack there. `manifest_last`: an aborted mark lies under that
+    name, and keeps others from completing the save until nothing of it is left."""
     prefix = len(id.directory) + 1
     found = [entry.name for entry in place.walk(id.directory, leftovers=True)]
     own = [name for name in found if _is_own(name[prefix:])]
@@ -134,9 +135,10 @@ def _free(place: Store, id: CheckpointId) -> bool:
     left = [
         name for name, file in final.items() if _is_own(file) or file in (object_names.BEGIN, object_names.MANIFEST)
     ]
-    place.delete([id.manifest])
+    place.delete([] if manifest_last else [id.manifest])
     place.delete([*own, *left])
     place.delete([object_names.begin_name(id)])
+    place.delete([id.manifest] if manifest_last else [])
     return any(map(object_names.is_pack, own))
 
 
@@ -167,7 +169,7 @@ def _is_aborted(home: Store, id: CheckpointId, repository: str) -> bool:
         return False
 
 
-def _is_ahead(places: ReplicatedStore, place: Store, id: CheckpointId, repository: str) -> bool:
+def is_ahead(places: ReplicatedStore, place: Store, id: CheckpointId, repository: str) -> bool:
     """Returns whether a save that the home does not know must stay: it was saved under a claim that the home does not
     have, or is a checkpoint beyond the last step that the home knows of that claim."""
     if not places.replica(place).is_of_home(id.manifest):

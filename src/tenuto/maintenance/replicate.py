@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tenuto.engine.read.copy_packs import copy_packs
-from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError, TenutoError
+from tenuto.errors import CheckpointNotFound, CorruptionError, RepositoryError, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
+from tenuto.repo.bases import refuse_resting
 from tenuto.repo.format import object_names
 from tenuto.repo.replicated.places import copies_of, places_of, unreachable
 from tenuto.repo.replicated.replica import UnreachableReplica, exists
@@ -71,10 +72,11 @@ def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
                 copies.append(one)
         except CheckpointNotFound:
             continue
-        except (CorruptionError, StoreError) as error:
+        except (RepositoryError, CorruptionError, StoreError) as error:
             failed.append(error)
     for target in found[1:]:
-        refs = tuple(entry.name for entry in repo.store.walk("refs") if not exists(target, entry.name))
+        listed = (entry.name for top in ("refs", object_names.KEYS) for entry in repo.store.walk(top))
+        refs = tuple(name for name in listed if not exists(target, name))
         if refs:
             copies.append(Copying(None, target.url, (), refs, 0))
     return ReplicatePlan(repo.url, tuple(copies), tuple(unfound), tuple(unreachable(repo.store)), tuple(failed))
@@ -84,7 +86,7 @@ def _lacking(repo: Repo, manifest: Manifest, found: Sequence[Store], unfound: li
     packs: dict[str, list[tuple[str, int]]] = {target.url: [] for target in found}
     for rank in range(len(manifest.indexes)):
         for pack in repo.packs(manifest, rank):
-            name = f"{manifest.id.directory}/{pack.name}"
+            name = pack.object_name(manifest.id)
             have = {store.url for store in copies_of(repo.store, name)}
             if not have:
                 unfound.append(name)
@@ -97,6 +99,8 @@ def _lacking(repo: Repo, manifest: Manifest, found: Sequence[Store], unfound: li
         if wanted or small:
             names, nbytes = tuple(name for name, _ in wanted), sum(nbytes for _, nbytes in wanted)
             copies.append(Copying(manifest.id, target.url, names, tuple(small), nbytes))
+    if copies:
+        refuse_resting(repo, manifest)
     return copies
 
 

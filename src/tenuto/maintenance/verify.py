@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tenuto.engine.read.chunk_reader import long_reads, threads_for
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import SaveDirectory, census_of, take_census
@@ -117,7 +118,8 @@ def execute(
     """
     problems: list[str] = []
     with reporting_to(repo.store, problems.append):
-        report = _executed(repo, plan, emitter or Emitter(), threads or max(2, min(8, (os.cpu_count() or 1) + 1)), note)
+        default = threads_for(repo).read if long_reads(repo) else max(2, min(8, (os.cpu_count() or 1) + 1))
+        report = _executed(repo, plan, emitter or Emitter(), threads or default, note)
     # What was read from another place since it was damaged in the first, and which mirrors were not looked at at all.
     more = [Finding(None, "error", message, harms_restore=False) for message in dict.fromkeys(problems)]
     mirrors = [place for place in unreachable(repo.store) if not place.node]

@@ -32,12 +32,49 @@ class PackEntry:
     length: bytes.
     header_length: bytes of the header block, including padding.
     header_digest: digest of the header block.
+    adopted: whether it is a file of another tool, adopted in place: its header is whatever comes before the first row.
+    at: the checkpoint in whose directory it lies, where that is another one.
+    key: its data key, wrapped, if its chunks are sealed; else empty.
+    save_id: of the save that has sealed it.
     """
 
     name: str
     length: int
     header_length: int
     header_digest: bytes
+    adopted: bool = False
+    at: CheckpointId | None = None
+    key: str = ""
+    save_id: str = ""
+
+    def object_name(self, id: CheckpointId) -> str:
+        """Returns its full name in the store. `id`: the checkpoint whose index names it."""
+        return f"{(self.at or id).directory}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunks:
+    """Where the chunks of an encoded index lie: those of its rows, in their order, and behind them those that only
+    others are decoded from.
+
+    codecs: the names of the codecs.
+    pack, offset, stored, raw: int64 [n], the bytes of a pack that hold the chunk, and its length when decoded.
+    codec: int64 [n], places in `codecs`.
+    base: int64 [n], the chunk that it is decoded from as well; -1 where from none.
+    digests: uint8 [n, 16], of the stored bytes.
+    """
+
+    codecs: tuple[str, ...]
+    pack: np.ndarray[Any, Any]
+    offset: np.ndarray[Any, Any]
+    stored: np.ndarray[Any, Any]
+    raw: np.ndarray[Any, Any]
+    codec: np.ndarray[Any, Any]
+    base: np.ndarray[Any, Any]
+    digests: np.ndarray[Any, Any]
+
+    def __len__(self) -> int:
+        return len(self.pack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +108,21 @@ class Index:
     leaf: np.ndarray[Any, Any] | None = None
     tree_leaves: int | None = None
     """The number of leaves in the manifest's tree, where `leaf` is given."""
+    stored: StoredChunks | None = None
+    """Where its chunks lie, if they are encoded; then `pack` and `offset` say nothing."""
+    sealed: int | None = None
+    """The number of the repository key that hides its digests of contents, if it is of a sealed checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """An index, or the table of boxes, as the manifest names it."""
+    """An index, or the table of boxes, as the manifest names it. `sha256`: its digest, where the checkpoint is
+    sealed."""
 
     name: str
     length: int
     digest: bytes
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +149,17 @@ class Manifest:
     """Wall clock at commit, RFC 3339, UTC. For display and `keep.every(hours=)` only."""
     boxes: IndexEntry | None = None
     """The table that maps the parts of each leaf to ranks; None if one rank wrote everything."""
+    bases: tuple[CheckpointId, ...] = ()
+    """The other checkpoints in whose directories packs of its indexes lie."""
+    stored: int | None = None
+    """The bytes of its own packs, where its chunks are encoded; None: as many as `bytes`."""
+    code: str = ""
+    """The authentication code of a sealed checkpoint: the number of its key, a colon, and an HMAC."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Returns the bytes of its own packs."""
+        return self.bytes if self.stored is None else self.stored
 
     @property
     def tables(self) -> tuple[IndexEntry, ...]:

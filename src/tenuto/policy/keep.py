@@ -1,4 +1,5 @@
-"""What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=, hours=)`, `keep.all()`.
+"""What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=, hours=)`, `keep.daily(days)`,
+`keep.weekly(weeks)`, `keep.within(days=)`, `keep.all()`.
 
 Whatever the policy decides, retention (I7) never removes the checkpoint that `latest` means, the last verified one on
 the walk of I4, or one that is pinned, tagged, on hold, being copied or needed by something else.
@@ -40,7 +41,8 @@ class CheckpointFacts:
     pinned: bool = False
     tags: tuple[str, ...] = ()
     held: bool = False
-    being_copied: bool = False
+    copied_to: str = ""
+    """The tier that it is being copied to, or is the next to be."""
     needed_by: tuple[str, ...] = ()
     """What else relies on the checkpoint, in words: "run b was started from it"."""
 
@@ -151,7 +153,7 @@ def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[s
             *(["pinned"] if facts.pinned else []),
             *([f"tagged {', '.join(facts.tags)}"] if facts.tags else []),
             *(["held"] if facts.held else []),
-            *(["being copied to another tier"] if facts.being_copied else []),
+            *([f"being copied to {facts.copied_to}"] if facts.copied_to else []),
             *facts.needed_by,
         ]
         for facts in history
@@ -250,6 +252,69 @@ class EveryHours(Milestones):
         return f"keep.every(hours={self.hours:g})"
 
 
+@dataclass(frozen=True, slots=True)
+class Calendar(Milestones):
+    """The milestones of days or of weeks in UTC: for good, or of the `last` so many, counted back from the newest."""
+
+    unit: Literal["day", "week"]
+    last: int | None
+
+    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
+        opinions, newest = Milestones.judge(self, history), _newest_s(history)
+        if self.last is None or newest is None:
+            return opinions
+        first = self._number(newest) - self.last + 1
+        before = Opinion(False, f"before the last {self.last} {self.unit}{'s' * (self.last > 1)}")
+        spans = map(self.span, history)
+        return [
+            before if span is not None and span < first else opinion
+            for span, opinion in zip(spans, opinions, strict=True)
+        ]
+
+    def span(self, facts: CheckpointFacts) -> int | None:
+        return None if facts.created_s is None else self._number(facts.created_s)
+
+    def _number(self, seconds: float) -> int:
+        day = math.floor(seconds / 86_400)
+        return day if self.unit == "day" else (day + 3) // 7  # 1970 began on a Thursday, a week begins on Monday
+
+    def name(self, span: int) -> str:
+        return f"the milestone of its {self.unit}"
+
+    def outside(self) -> str:
+        return "does not say when it was saved"
+
+    def __repr__(self) -> str:
+        return f"keep.{'daily' if self.unit == 'day' else 'weekly'}({self.last or ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class Within(KeepPolicy):
+    days: float
+
+    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
+        newest = _newest_s(history)
+        words = f"within {self.days:g} {'day' if self.days == 1 else 'days'} of the newest"
+        opinions = []
+        for facts in history:
+            if facts.created_s is None or newest is None:
+                opinions.append(Opinion(False, "does not say when it was saved"))
+            elif facts.created_s < newest - self.days * 86_400:
+                opinions.append(Opinion(False, f"not {words}"))
+            else:
+                opinions.append(Opinion(True, words if facts.walk is not None else f"{words}, {LEFT_BEHIND}"))
+        return opinions
+
+    def __repr__(self) -> str:
+        return f"keep.within(days={self.days:g})"
+
+
+def _newest_s(history: Sequence[CheckpointFacts]) -> float | None:
+    """Returns the time from which ages are counted: the older of the times of the two newest checkpoints. A single save
+    by a clock that ran ahead would otherwise make all others look old, and remove them."""
+    return min([facts.created_s for facts in history if facts.created_s is not None][:2], default=None)
+
+
 def _milestone_order(facts: CheckpointFacts) -> tuple[int, int, int]:
     """Orders the current line of training first, as saved, then abandoned checkpoints, later attempts first. Uses no
     clock."""
@@ -299,6 +364,31 @@ def every(*, steps: int | None = None, hours: float | None = None) -> KeepPolicy
     if not parts:
         raise UsageError("keep.every() of what?", hint="write keep.every(steps=1000) or keep.every(hours=24)")
     return parts[0] if len(parts) == 1 else Union(tuple(parts))
+
+
+def daily(days: int | None = None) -> KeepPolicy:
+    """Keeps the first checkpoint of each day in UTC: of the last `days` days that lead to the newest checkpoint, or for
+    good.
+
+    The same as `keep.every(hours=24)` but for `days`, and as careful about clocks. Ages count from the older one of the
+    two newest checkpoints, so that one save by a clock that ran ahead removes nothing.
+    """
+    return Calendar("day", None if days is None else whole_number(days, "keep.daily({})"))
+
+
+def weekly(weeks: int | None = None) -> KeepPolicy:
+    """Keeps the first checkpoint of each week, which begins on Monday in UTC: of the last `weeks` weeks, or for good.
+    See `daily`."""
+    return Calendar("week", None if weeks is None else whole_number(weeks, "keep.weekly({})"))
+
+
+def within(*, days: float) -> KeepPolicy:
+    """Keeps every checkpoint saved at most `days` days (0.5: twelve hours) before the newest one, by the clocks of the
+    machines that saved, also one that a rollback left behind. Ages count as in `daily`.
+
+    No age passes while nothing is saved: a training that pauses loses nothing.
+    """
+    return Within(duration(days, "keep.within(days={})"))
 
 
 def all() -> KeepPolicy:

@@ -369,10 +369,11 @@ def every(
     *,
     steps: int | None = None,
     minutes: float | None = None,
+    hours: float | None = None,
     epochs: int | None = None,
     stall: str | float | None = None,
 ) -> SavePolicy:
-    """Saves every so many completed steps, minutes or completed epochs; with several given, whichever comes first.
+    """Saves every so many completed steps, minutes, hours or completed epochs; of several, whichever comes first.
 
     stall: saves as often as possible while saves block training for at most this share of wall time ("1%", or 0.01).
 
@@ -383,6 +384,8 @@ def every(
         parts.append(EverySteps(whole_number(steps, "every(steps={})")))
     if minutes is not None:
         parts.append(EveryMinutes(duration(minutes, "every(minutes={})")))
+    if hours is not None:
+        parts.append(EveryMinutes(duration(hours, "every(hours={})") * 60))
     if epochs is not None:
         parts.append(EveryEpochs(whole_number(epochs, "every(epochs={})")))
     if stall is not None:

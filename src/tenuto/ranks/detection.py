@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from tenuto.errors import RanksNotSupported
 from tenuto.ranks.contract import KVStore, Ranks
@@ -33,7 +35,7 @@ def find_ranks(
     """Returns the ranks of this job: `given`, else torch.distributed's initialised default process group, else this
     process.
 
-    Reads only memory and environment, and imports no torch. Raises RanksNotSupported if WORLD_SIZE gives several
+    Reads only memory and environment, and imports no torch. Raises RanksNotSupported if WORLD_SIZE or JAX gives several
     processes that have no way to meet.
     """
     if given is not None:
@@ -50,4 +52,19 @@ def find_ranks(
             hint="call torch.distributed.init_process_group first, or pass "
             "ranks=tenuto.SharedFiles(directory, rank=, world_size=)",
         )
+    count = _jax_processes(sys.modules if modules is None else modules)
+    if count > 1:
+        raise RanksNotSupported(
+            f"this job has {count} processes of JAX, and nothing says where they meet to save together",
+            subject=f"{count} processes",
+            hint="ranks=tenuto.SharedFiles(directory, rank=jax.process_index(), world_size=jax.process_count()), in a "
+            "directory that all of them see",
+        )
     return Solo()
+
+
+def _jax_processes(modules: Mapping[str, ModuleType]) -> int:
+    """Returns how many processes `jax.distributed.initialize` has brought together; 1 without it."""
+    jax: Any = modules.get("jax")
+    distributed = getattr(jax, "distributed", None)
+    return int(jax.process_count()) if distributed is not None and distributed.is_initialized() else 1

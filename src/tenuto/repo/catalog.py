@@ -20,6 +20,7 @@ import bisect
 import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
@@ -30,6 +31,7 @@ from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.model.records import Manifest, Note, Receipt
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
+from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.notes import notes
 from tenuto.repo.refs import is_name as is_run
 from tenuto.repo.replicated.places import home_of
@@ -38,6 +40,8 @@ from tenuto.store.contract import Capabilities, Content, Entry, Listing, Reader,
 
 SCAN_OBJECTS: Final = 1_000
 """A run of at most so many objects is listed in one go, with all notes; a larger one by directories."""
+PAGES: Final = 16
+"""A remote store lists so many times as many objects in as many requests as directories would take."""
 RELISTED: Final = 16
 """How many of the newest checkpoints, and of those listed longest ago, a large run's snapshot lists again."""
 _TRASH: Final = "trash"
@@ -49,8 +53,9 @@ _BEGUN: Final = 64
 class CatalogEntry:
     """The facts of one committed checkpoint.
 
-    length, digest: of the manifest object. bytes: of the state. ranks: how many indexes it names. files: what its save
-    said that it would write, where this process saved it; empty where another did.
+    length, digest: of the manifest object. bytes: of its own packs. ranks: how many indexes it names. files: what its
+    save said that it would write, where this process saved it; empty where another did. bases: the checkpoints on whose
+    packs it rests.
     """
 
     length: int
@@ -60,15 +65,17 @@ class CatalogEntry:
     created: str
     metrics: Mapping[str, float]
     files: tuple[str, ...] = ()
+    bases: tuple[CheckpointId, ...] = ()
 
 
 @dataclass(slots=True)
 class CheckpointDirectory:
-    """What a listing of a checkpoint's directory found: whether there is a manifest, or an aborted mark, and whether
-    there are notes. `notes`: as they were read, None until then."""
+    """What a listing of a checkpoint's directory found: whether there is a manifest, or an aborted mark, whether there
+    are notes, and whether there is a `begin.json`. `notes`: as they were read, None until then."""
 
     has_manifest: bool
     has_notes: bool
+    begun: bool
     notes: Sequence[Note] | None = None
 
 
@@ -91,6 +98,13 @@ class Catalog:
         """Checkpoints that got a note from this process since the last snapshot was taken."""
         self._unseen: set[CheckpointId] = set()
         """Committed by this process since the last snapshot that listed them: as good as read."""
+        self._begun_on: dict[CheckpointId, tuple[CheckpointId, ...]] = {}
+        """The bases that `begin.json` names, of saves of this process and of those that were read."""
+        self._saving: CheckpointId | None = None
+        """The save that this process began last; earlier ones have ended."""
+        self.waiting: dict[CheckpointId, CheckpointId | None] = {}
+        """What retention has dropped and left in the trash because others need its packs. With the one that does, where
+        only a look into other runs finds that."""
         self.plan_again = False
         """Whether others have changed what the last plan was made from, so that more may go than it knew of."""
         self._last: Snapshot | None = None
@@ -99,14 +113,16 @@ class Catalog:
 
     # -- filled by this process's own saves --------------------------------------------------------------------------
 
-    def begun(self, id: CheckpointId, names: Sequence[str]) -> None:
-        """Remembers what a save of this process will write."""
+    def begun(self, id: CheckpointId, names: Sequence[str], bases: Sequence[CheckpointId] = ()) -> None:
+        """Remembers what a save of this process will write, and on what it may rest."""
         files = tuple(names)
         with self._lock:
             self._files = self._files if self._files == files else files
             while len(self._begun) >= _BEGUN:
                 del self._begun[next(iter(self._begun))]
             self._begun[id] = self._files
+            self._begun_on[id] = tuple(bases)
+            self._saving = id
 
     def committed(self, manifest: Manifest, data: bytes) -> None:
         """Adds a checkpoint that this process has just committed; `data` is its manifest as it was put."""
@@ -120,6 +136,19 @@ class Catalog:
         with self._lock:
             self._noted.add(id)
             self._listed.pop(id, None)
+
+    def known_needs(self, run: str) -> dict[CheckpointId, CheckpointId]:
+        """Returns the checkpoints on whose packs others of `run` rest, as far as is known, each with one of those.
+        Costs no call."""
+        with self._lock:
+            saving = {} if self._saving is None else {self._saving: self._begun_on.get(self._saving, ())}
+            known = {id: entry.bases for id, entry in self._entries.items() if entry.bases and id.run == run}
+        return {base: id for id, bases in {**saving, **known}.items() for base in bases}
+
+    def unneeded(self, run: str) -> list[CheckpointId]:
+        """Returns what of `run` waits in the trash and nothing known needs any more."""
+        needs = self.known_needs(run) if self.waiting else {}
+        return sorted(id for id, elsewhere in self.waiting.items() if elsewhere is None and id not in needs)
 
     @property
     def known(self) -> int:
@@ -155,10 +184,11 @@ def _entry_of(manifest: Manifest, data: bytes) -> CatalogEntry:
     return CatalogEntry(
         length=len(data),
         digest=data[-canonical_json.TAIL :],
-        bytes=manifest.bytes,
+        bytes=manifest.stored_bytes,
         ranks=len(manifest.indexes),
         created=manifest.created,
         metrics=dict(manifest.metrics),
+        bases=manifest.bases,
     )
 
 
@@ -183,7 +213,12 @@ class Snapshot(Repo):
         """Checkpoints whose manifest is damaged or a copy; whether they count as checkpoints all the same."""
         self._fresh: set[CheckpointId] = set()
         self._used: set[CheckpointId] = set()
-        if catalog._last is not None and catalog._objects_of(run) <= SCAN_OBJECTS:
+        self._scanned: set[str] = set()
+        """Directories of other runs that were listed in one go."""
+        remote = repo.store.capabilities.remote
+        most = SCAN_OBJECTS * (PAGES if remote else 1)
+        # The first snapshot looks into each directory: on a remote store more requests than pages, however many.
+        if (catalog._last is not None or remote) and catalog._objects_of(run) <= most:
             catalog._listed.clear()
             self._scan(catalog)
         else:
@@ -226,13 +261,18 @@ class Snapshot(Repo):
             found = self._steps[key] = super().steps(run, attempt)
         return found
 
+    def newest_steps(self, run: str, attempt: int) -> Iterator[int]:
+        return iter(self.steps(run, attempt))
+
     def directory(self, id: CheckpointId) -> CheckpointDirectory:
         """Returns what a listing of the checkpoint's directory has found, in this snapshot or an earlier one."""
         found = self._directories.get(id) or self._catalog._listed.get(id)
         if found is None:
             level = self.store.children(id.directory)
             found = self._directories[id] = CheckpointDirectory(
-                object_names.MANIFEST in level.objects, object_names.NOTES in level.directories
+                object_names.MANIFEST in level.objects,
+                object_names.NOTES in level.directories,
+                object_names.BEGIN in level.objects,
             )
         return found
 
@@ -286,6 +326,48 @@ class Snapshot(Repo):
         self._catalog._entries[id] = entry
         return entry
 
+    def bases(self, id: CheckpointId) -> tuple[CheckpointId, ...]:
+        """Returns the checkpoints on whose packs `id` rests: a checkpoint, one in the trash, or a save under way, whose
+        `begin.json` says it. None for a save that was aborted, and a copied directory."""
+        found = self.directory(id)
+        if found.has_manifest:
+            try:
+                entry = self.entry(id)
+            except CheckpointNotFound:
+                return ()
+            if entry is not None:
+                return entry.bases
+            if not self._damaged[id]:
+                return ()
+        return self._begun_on(id) if found.begun else ()
+
+    def _begun_on(self, id: CheckpointId) -> tuple[CheckpointId, ...]:
+        known = self._catalog._begun_on
+        if id not in known:
+            try:
+                data = self.store.get(object_names.begin_name(id), limit=objects.SMALL)
+                known[id] = decode_begin(data, id, self.id).bases
+            except (ObjectNotFound, CorruptionError):
+                return ()  # without it no manifest can follow, nor one that is damaged be read
+        return known[id]
+
+    def needs(self, others: Iterable[str]) -> dict[CheckpointId, CheckpointId]:
+        """Returns the checkpoints on whose packs others rest, each with one of those: of this run, and of the runs
+        `others`, which are listed in one go."""
+        found = self._catalog.known_needs(self.run)
+        for run in (self.run, *others):
+            if run != self.run and object_names.run_directory(run) not in self._scanned:
+                self._scanned.add(object_names.run_directory(run))
+                self._steps = {key: steps for key, steps in self._steps.items() if key[0] != run}
+                self._directories = {id: one for id, one in self._directories.items() if id.run != run}
+                with suppress(StoreDenied):  # then its directories are listed one by one
+                    self._listed.scan(object_names.run_directory(run), measure=False)
+            for attempt in self.attempts(run):
+                for step in self.steps(run, attempt):
+                    id = CheckpointId(run, attempt, step)
+                    found.update(dict.fromkeys(self.bases(id), id))
+        return found
+
     def notes(self, id: CheckpointId) -> Sequence[Note]:
         """Returns the checkpoint's notes, without damaged ones, as they were when its directory was listed."""
         found = self.directory(id)
@@ -310,6 +392,11 @@ class Snapshot(Repo):
         except CheckpointNotFound:
             self.drop(id)
 
+    @property
+    def listed_objects(self) -> int:
+        """How many objects this snapshot has listed in one go, 0 if it lists by directories."""
+        return len(self._listed.lengths)
+
     def files(self, id: CheckpointId) -> tuple[str, ...]:
         """Returns the files that the checkpoint's save announced; empty unless this process saved it."""
         known = self._catalog._entries.get(id)
@@ -320,14 +407,14 @@ class Snapshot(Repo):
         if id in self._added:
             return
         self._added.add(id)
-        self._directories[id] = CheckpointDirectory(has_manifest=True, has_notes=False)
+        self._directories[id] = CheckpointDirectory(has_manifest=True, has_notes=False, begun=True)
         steps = self.steps(id.run, id.attempt)
         if id.step not in steps:
             bisect.insort(steps, id.step, key=operator.neg)
 
     def drop(self, id: CheckpointId) -> None:
         """Takes out a checkpoint that is gone."""
-        self._directories[id] = CheckpointDirectory(has_manifest=False, has_notes=False)
+        self._directories[id] = CheckpointDirectory(has_manifest=False, has_notes=False, begun=False)
         self._catalog._listed.pop(id, None)
         self._catalog._entries.pop(id, None)
         self._catalog._unseen.discard(id)
@@ -336,8 +423,13 @@ class Snapshot(Repo):
         """Ends the snapshot. The catalog drops what does not exist any more and stores the snapshot."""
         catalog = self._catalog
         for id in self._before - self._used:
+            if id.run != self.run and not self._scanned:
+                continue  # nobody has asked for those of other runs
             catalog._entries.pop(id, None)
             catalog._aborted.pop(id, None)
+        with catalog._lock:
+            for id in catalog._begun_on.keys() & catalog._entries.keys():
+                del catalog._begun_on[id]  # its manifest says it
         for name in self._objects_before - self._listed.used:
             catalog._objects.pop(name, None)
         for id in catalog._listed.keys() - self._used:
@@ -369,14 +461,15 @@ class _ListedStore:
         """Of objects that a scan has found."""
         self.used: set[str] = set()
 
-    def scan(self, prefix: str) -> None:
-        """Lists everything below `prefix` in one go."""
+    def scan(self, prefix: str, *, measure: bool = True) -> None:
+        """Lists everything below `prefix` in one go. `measure`: also remembers the lengths of objects."""
         directories: dict[str, set[str]] = {prefix: set()}
         files: dict[str, list[str]] = {}
         for entry in self._home.walk(prefix):
             directory, _, file = entry.name.rpartition("/")
             files.setdefault(directory, []).append(file)
-            self.lengths[entry.name] = entry.length
+            if measure:
+                self.lengths[entry.name] = entry.length
             while directory != prefix:
                 above, _, segment = directory.rpartition("/")
                 directories.setdefault(directory, set())
@@ -388,7 +481,7 @@ class _ListedStore:
         for directory, below in directories.items():
             self._levels[directory] = Listing(tuple(sorted(below)), tuple(sorted(files.get(directory, ()))))
 
-    def children(self, prefix: str) -> Listing:
+    def children(self, prefix: str, *, after: str = "") -> Listing:
         found = self._levels.get(prefix)
         if found is None:
             above, _, segment = prefix.rpartition("/")
@@ -400,7 +493,7 @@ class _ListedStore:
                 if segment not in below:
                     return Listing((), ())
             found = self._levels[prefix] = self._home.children(prefix)
-        return found
+        return found.behind(after) if after else found
 
     def get(self, name: str, *, limit: int) -> bytes:
         directory, _, file = name.rpartition("/")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
 from tenuto.errors import AlreadyExists, SaveFailed, Superseded
 from tenuto.model.canonical_json import Spelled
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import Index, IndexEntry, Manifest, Receipt
+from tenuto.model.records import Index, IndexEntry, Manifest, PackEntry, Receipt
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import ShapeRows, encode_index
-from tenuto.repo.format.manifest import encode_manifest
+from tenuto.repo.format.manifest import UNSIGNED, encode_manifest, signed_part
 from tenuto.repo.format.object_names import index_file
 from tenuto.repo.format.small_records import Begin, encode_begin
 from tenuto.repo.ownership.claim import Attempt
@@ -20,14 +22,20 @@ from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, close_save, free
 
 
-def begin(attempt: Attempt, step: int, save_id: str, names: Sequence[str]) -> CheckpointId:
+def begin(
+    attempt: Attempt, step: int, save_id: str, names: Sequence[str], *, bases: Sequence[CheckpointId] = ()
+) -> CheckpointId:
     """Says what a save will write: `names` are file names in the checkpoint's directory. Before any other object of it.
+    `bases`: the checkpoints of which it may name packs.
 
     First closes what earlier saves of the attempt have left: so a claim looks no further than down to the attempt's
     last checkpoint. Raises Superseded if the run was claimed since; SaveFailed if this attempt has used the step
-    before. The attempt is checked again afterwards: a claimer that does not see this save is seen here.
+    before. The attempt is checked again afterwards: a claimer that does not see this save is seen here. Where each call
+    is a request, only that check is made: the one before spares an aborted mark where the run has been claimed.
     """
-    attempt.check()
+    remote = attempt.repo.store.capabilities.remote
+    if not remote:
+        attempt.check()
     for left in sorted(attempt.unclosed):
         close_save(attempt.repo, left, by="the save failed", owner_dead=True, report=lambda message: None)
         attempt.unclosed.discard(left)
@@ -35,9 +43,9 @@ def begin(attempt: Attempt, step: int, save_id: str, names: Sequence[str]) -> Ch
     name = object_names.begin_name(id)
     for file in names:
         assert object_names.is_file(file), f"{file!r} cannot be an object of a checkpoint"
-    data = encode_begin(Begin(id, save_id, tuple(names), attempt.parent), attempt.repo.id)
+    data = encode_begin(Begin(id, save_id, tuple(names), attempt.parent, tuple(bases)), attempt.repo.id)
     store = attempt.repo.store
-    if object_names.MANIFEST in store.children(id.directory).objects:
+    if not (remote and attempt.is_new(step)) and object_names.MANIFEST in store.children(id.directory).objects:
         raise _used(id)
     attempt.unclosed.add(id)  # where the put, or what follows it, fails with the object there
     try:
@@ -53,20 +61,27 @@ def begin(attempt: Attempt, step: int, save_id: str, names: Sequence[str]) -> Ch
         raise
     attempt.unclosed.discard(id)
     if attempt.repo.observer is not None:
-        attempt.repo.observer.begun(id, names)
+        attempt.repo.observer.begun(id, names, bases)
     crashpoint("save begun")
     return id
 
 
-def commit(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt], *, tree: Spelled | None = None) -> CheckpointId:
+def commit(
+    repo: Repo,
+    manifest: Manifest,
+    receipts: Sequence[Receipt],
+    *,
+    tree: Spelled | None = None,
+    own: Sequence[Index] = (),
+) -> CheckpointId:
     """Makes the checkpoint exist: one create-if-absent of its manifest, after everything it names is durable (I1).
-    `tree`: the manifest's, where it is spelled.
+    `tree`: the manifest's, where it is spelled. `own`: indexes that this process has put, and so knows.
 
     Raises Superseded if the save was aborted by a newer attempt; StoreError where it is not known whether the manifest
     arrived: `abort` then finds out.
     """
-    _assert_durable(repo, manifest, receipts)
-    data = encode_manifest(manifest, repo.id, tree)
+    _assert_durable(repo, manifest, receipts, own)
+    data = encode_manifest(_signed(repo, manifest, tree), repo.id, tree)
     try:
         objects.put(repo.store, manifest.id.manifest, data, token=manifest.save_id)
     except AlreadyExists:
@@ -80,15 +95,28 @@ def commit(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt], *, tree:
     return manifest.id
 
 
-def _assert_durable(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt]) -> None:
+def _signed(repo: Repo, manifest: Manifest, tree: Spelled | None) -> Manifest:
+    """Returns the manifest with its code, where the repository is sealed."""
+    if repo.keys is None:
+        return manifest
+    assert all(table.sha256 for table in manifest.tables), "digests that can be signed"
+    unsigned = encode_manifest(replace(manifest, code=UNSIGNED), repo.id, tree)
+    return replace(manifest, code=repo.keys.sign_object(signed_part(unsigned, UNSIGNED)))
+
+
+def _assert_durable(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt], own: Sequence[Index]) -> None:
     """Asserts I1: there is a receipt of this store for every index and table that the manifest names, and for every
     pack that those name."""
+    known = {index_file(index.rank): index.packs for index in own} if repo.store.capabilities.remote else {}
     durable = {receipt.name: receipt.length for receipt in receipts if receipt.store == repo.store.url}
     tables = () if manifest.boxes is None else (manifest.boxes,)
     for entry in (*manifest.indexes, *tables):
         wanted = [(entry.name, entry.length)]
         if entry is not manifest.boxes and durable.get(f"{manifest.id.directory}/{entry.name}") == entry.length:
-            wanted += _packs_of(repo, manifest, entry)
+            packs = known.get(entry.name)
+            # What lies in the directory of another checkpoint was durable before that one was committed.
+            named = _packs_of(repo, manifest, entry) if packs is None else packs
+            wanted += [(one.name, one.length) for one in named if one.at is None]
         for file, length in wanted:
             name = f"{manifest.id.directory}/{file}"
             if durable.get(name) != length:
@@ -97,10 +125,10 @@ def _assert_durable(repo: Repo, manifest: Manifest, receipts: Sequence[Receipt])
                 )
 
 
-def _packs_of(repo: Repo, manifest: Manifest, entry: IndexEntry) -> list[tuple[str, int]]:
+def _packs_of(repo: Repo, manifest: Manifest, entry: IndexEntry) -> Sequence[PackEntry]:
     """Reads an index back from the store, as a reader of the checkpoint will. Returns the packs that it names."""
     rank = int(entry.name.removeprefix("rank-").removesuffix(".index"))
-    return [(pack.name, pack.length) for pack in repo.packs(manifest, rank)]
+    return repo.packs(manifest, rank)
 
 
 def _used(id: CheckpointId) -> SaveFailed:
@@ -125,4 +153,5 @@ def put_index(repo: Repo, id: CheckpointId, index: Index, rows: ShapeRows | None
 def put_object(repo: Repo, id: CheckpointId, file: str, data: bytes, save_id: str) -> tuple[Receipt, IndexEntry]:
     """Puts a table of a checkpoint, durably; the entry is for the manifest. AlreadyExists as above."""
     receipt = objects.put(repo.store, f"{id.directory}/{file}", data, token=save_id)
-    return receipt, IndexEntry(file, len(data), digest(data))
+    sha256 = "" if repo.keys is None else hashlib.sha256(data).hexdigest()
+    return receipt, IndexEntry(file, len(data), digest(data), sha256)

@@ -74,9 +74,7 @@ class Stretch:
         self, repo: Repo, known: Container[CheckpointId] = frozenset(), misplaced: Misplaced | None = None
     ) -> Iterator[CheckpointId]:
         """Yields its checkpoints, newest first, as `walk` does."""
-        for step in repo.steps(self.run, self.attempt):
-            if self.top is not None and step > self.top:
-                continue
+        for step in self._steps(repo):
             self.listed = True
             id = CheckpointId(self.run, self.attempt, step)
             if id in known or repo.exists(id):
@@ -85,6 +83,16 @@ class Stretch:
                 origin = repo.misplaced(id)
                 if origin is not None:
                     misplaced(id, origin)
+
+    def _steps(self, repo: Repo) -> Iterator[int]:
+        """Yields the steps that have a directory, newest first, and `top` in any case: nearly always it is the first
+        that exists, and no listing is needed."""
+        top = self.top
+        if top is None:
+            yield from repo.newest_steps(self.run, self.attempt)
+            return
+        yield top
+        yield from (step for step in repo.steps(self.run, self.attempt) if step < top)
 
     def is_empty(self, repo: Repo, known: Container[CheckpointId]) -> bool:
         if self.empty is None:
@@ -311,7 +319,7 @@ def _origin_from_saves(repo: Repo, run: str, number: int) -> _Origin | None:
                 return _Origin(decode_lease(data, run, number, beat, repo.id).parent)
             except (ObjectNotFound, CorruptionError):
                 continue
-    for step in repo.steps(run, number)[:_SAVES_ASKED]:
+    for step in islice(repo.newest_steps(run, number), _SAVES_ASKED):
         id = CheckpointId(run, number, step)
         try:
             data = repo.store.get(object_names.begin_name(id), limit=objects.SMALL)

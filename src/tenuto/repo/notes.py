@@ -12,7 +12,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.refs import append, numbers
 from tenuto.repo.repository import Repo, now_text
 
-KINDS = frozenset({"metric", "verified", "suspect", "proven"})
+KINDS = frozenset({"metric", "verified", "suspect", "proven", "signed"})
 
 
 def add_note(repo: Repo, id: CheckpointId, kind: str, body: Mapping[str, Json]) -> Note:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -22,21 +23,25 @@ from tenuto.errors import (
     UsageError,
     typed,
 )
+from tenuto.events import warn
 from tenuto.model import canonical_json
-from tenuto.model.ids import CheckpointId, parse_attempt, parse_step, run_key
+from tenuto.model.ids import CheckpointId, parse_attempt, parse_step, run_key, step_key
 from tenuto.model.records import AttemptRecord, Index, IndexEntry, Manifest, PackEntry
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
-from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
+from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest, signed_part
 from tenuto.repo.format.object_names import REPOSITORY
 from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
-from tenuto.repo.format.small_records import decode_attempt
-from tenuto.repo.identity import Identity, keep_twice, read_identity, warn_of_damage
-from tenuto.repo.replicated.members import join, known, one_of_many
+from tenuto.repo.format.small_records import decode_attempt, decode_lease
+from tenuto.repo.identity import Identity, decode, keep_twice, read_identity, warn_of_damage
+from tenuto.repo.replicated.members import identity_of_followers, join, known, one_of_many
 from tenuto.repo.replicated.places import mark_damaged, places_of
+from tenuto.seal.cipher import tampered
+from tenuto.seal.keys import RepositoryKeys
 from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import Bytes, Store, is_unreadable
+from tenuto.store.wrappers.stripe import stripe_around
 from tenuto.version import __version__
 
 # --------------------------------------------------------------------------------------------------
@@ -46,13 +51,19 @@ _ABOVE: Final = 8
 _BELOW: Final = 64
 _HEAD: Final = 64 << 10
 """Bytes of a manifest that are read to tell whether it is one: its path stands before its tree."""
+_HINTED: Final = 10_000_000
+"""Steps below this have a nought first, and come before all longer ones in a listing."""
 _ABORTED: Final = b'{"by":'
 """How each aborted mark begins, and no manifest does."""
 
 
 def nearby(store: Store) -> str | None:
-    """Returns the URL or path of a repository one level below, or at most eight levels above; None if there is none."""
+    """Returns the URL or path of a repository one level below, or at most eight levels above, or of the stripe that
+    this is a place of; None if there is none."""
     place = store.url.rstrip("/")
+    stripe = stripe_around(store)
+    if stripe is not None:
+        return stripe
     try:
         for directory in store.children("").directories[:_BELOW]:
             if REPOSITORY in store.children(directory).objects:
@@ -88,7 +99,7 @@ BeforeCreate = Callable[[Store], object]
 class CommitObserver(Protocol):
     """Learns of the saves that this process begins and commits, and of notes on them, in the threads that do so."""
 
-    def begun(self, id: CheckpointId, names: Sequence[str]) -> None: ...
+    def begun(self, id: CheckpointId, names: Sequence[str], bases: Sequence[CheckpointId]) -> None: ...
 
     def committed(self, manifest: Manifest, data: bytes) -> None: ...
 
@@ -104,14 +115,27 @@ class Repo:
         self.id = id
         self.chunk_bytes = chunk_bytes
         self.observer: CommitObserver | None = None
+        self.keys: RepositoryKeys | None = None
+        """Open where this process has been given what opens them: then manifests and tables are authenticated."""
+        self._warned_of_unsealed = False
+        self._top: frozenset[str] | None = None
+        self._hints: dict[tuple[str, int], int | None] = {}
 
     @property
     def url(self) -> str:
         return self.store.url
 
+    def had(self, directory: str) -> bool:
+        """Returns whether it had anything below this directory at its top when that was asked first: one listing, for
+        all that most repositories have nothing of."""
+        if self._top is None:
+            self._top = frozenset(self.store.children("").directories)
+        return directory in self._top
+
     @classmethod
-    def open(cls, store: Store) -> Repo:
-        """Raises NotARepository, naming one found nearby; CorruptionError; FormatTooNew. Writes nothing."""
+    def open(cls, store: Store, *, report: Callable[[str], None] = warn) -> Repo:
+        """Raises NotARepository, naming one found nearby; CorruptionError; FormatTooNew. Writes nothing. `report` is
+        called with each of its other places that does not answer."""
         found = read_identity(store)
         if found is None:
             near = nearby(store)
@@ -125,7 +149,7 @@ class Repo:
         identity, wrong = found
         if wrong:
             warn_of_damage(store, wrong)
-        return cls._of(store, identity)
+        return cls._of(store, identity, report)
 
     @classmethod
     def create_or_open(
@@ -146,9 +170,10 @@ class Repo:
         found = read_identity(store)
         created = found is None
         if found is None:
-            if before_create is not None:
+            kept = identity_of_followers(store)
+            if kept is None and before_create is not None:
                 before_create(store)
-            identity, created = cls._create(store, chunk_bytes)
+            identity, created = cls._create(store, chunk_bytes, kept)
             wrong = ""
         else:
             identity, wrong = found
@@ -165,19 +190,26 @@ class Repo:
         return repo
 
     @classmethod
-    def _create(cls, store: Store, chunk_bytes: int) -> tuple[Identity, bool]:
-        """Returns what the repository says of itself and whether this call made it."""
+    def _create(cls, store: Store, chunk_bytes: int, kept: bytes | None) -> tuple[Identity, bool]:
+        """Returns what the repository says of itself and whether this call made it. `kept`: its `tenuto.json`, where
+        another tier still has that."""
         if not 1 <= chunk_bytes <= objects.MAX_CHUNK:
             raise UsageError(f"a chunk cannot have {chunk_bytes} bytes")
         if not store.probe().commits:
             raise RepositoryError(
-                f"{store.url} cannot hold checkpoints: it lets a second writer replace an object that exists",
+                f"{store.url} can hold copies of checkpoints, but cannot decide which exist: it lets a second writer "
+                "replace an object that is there",
                 subject=store.url,
-                hint="choose a directory on a local file system, or one with hard links",
+                hint="keep the repository in an object store that refuses that (If-None-Match), or on a file system "
+                f"with hard links, and copies here: tenuto.Mirror(THAT_PLACE, {store.url!r})",
             )
-        made = Identity(secrets.token_hex(16), chunk_bytes, now_text(), __version__)
+        if kept is not None:
+            made, data = decode(object_names.REPOSITORY, kept), kept
+        else:
+            made = Identity(secrets.token_hex(16), chunk_bytes, now_text(), __version__)
+            data = made.encode(object_names.REPOSITORY)
         try:
-            store.put_if_absent(object_names.REPOSITORY, Bytes(made.encode(object_names.REPOSITORY)), token=made.id)
+            store.put_if_absent(object_names.REPOSITORY, Bytes(data), token=made.id)
         except AlreadyExists:
             found = read_identity(store)
             if found is None:
@@ -186,8 +218,8 @@ class Repo:
         return made, True
 
     @classmethod
-    def _of(cls, store: Store, identity: Identity) -> Repo:
-        return cls(known(store, identity.id), identity.id, identity.chunk_bytes)
+    def _of(cls, store: Store, identity: Identity, report: Callable[[str], None] = warn) -> Repo:
+        return cls(known(store, identity.id, report), identity.id, identity.chunk_bytes)
 
     def runs(self) -> list[str]:
         """Returns the runs that have an attempt, by directory name, sorted. Ignores foreign directories."""
@@ -226,6 +258,36 @@ class Repo:
         nothing."""
         keys = self.store.children(object_names.attempt_directory(run, attempt)).directories
         return sorted((step for key in keys if (step := parse_step(key)) is not None), reverse=True)
+
+    def newest_steps(self, run: str, attempt: int) -> Iterator[int]:
+        """Yields what `steps` returns, lazily. Where a listing of thousands is many requests, lists first what lies
+        behind a hint, and the rest where more is asked for: a hint that is wrong costs that listing, and no more."""
+        hint = self._hint(run, attempt) if self.store.capabilities.remote else None
+        if hint is None:
+            yield from self.steps(run, attempt)
+            return
+        directory = object_names.attempt_directory(run, attempt)
+        keys = self.store.children(directory, after=step_key(hint - 1) if hint else "").directories
+        newest = sorted((step for key in keys if (step := parse_step(key)) is not None and step >= hint), reverse=True)
+        yield from newest
+        yield from (step for step in self.steps(run, attempt) if step < hint)
+
+    def _hint(self, run: str, attempt: int) -> int | None:
+        """Returns the step that the attempt's newest lease says was committed last, looked up once; None where nothing
+        says it, or where names are not in the order of steps: a name of nine digits comes before `step-10000000`."""
+        key = (run, attempt)
+        if key not in self._hints:
+            directory, found = object_names.lease_directory(run, attempt), None
+            beats = (object_names.parse_numbered(file) for file in self.store.children(directory).objects)
+            number = max((beat for beat in beats if beat is not None), default=None)
+            if number is not None:
+                try:
+                    data = self.store.get(object_names.numbered(directory, number), limit=objects.SMALL)
+                    found = decode_lease(data, run, attempt, number, self.id).newest
+                except (ObjectNotFound, CorruptionError):
+                    found = None  # only a hint: everything is listed then
+            self._hints[key] = found if found is not None and found < _HINTED else None
+        return self._hints[key]
 
     def committed(self, run: str, attempt: int) -> list[int]:
         """Returns the attempt's committed steps, descending. A damaged manifest counts: its checkpoint exists."""
@@ -326,7 +388,24 @@ class Repo:
         """Returns the manifest or aborted mark of a save, None without one. Raises CorruptionError if it is damaged or
         a copy."""
         data = self._read_manifest(id)
-        return None if data is None else decode_manifest(data, id, self.id)
+        if data is None:
+            return None
+        found = decode_manifest(data, id, self.id)
+        if isinstance(found, Manifest):
+            self.authenticate(found, data)
+        return found
+
+    def authenticate(self, manifest: Manifest, data: bytes) -> None:
+        """Checks that a holder of the repository's key has put this manifest. Does nothing without the keys. Raises
+        Tampered; warns of one that is not sealed, since anybody may have put it."""
+        if self.keys is None:
+            return
+        name = manifest.id.manifest
+        if manifest.code:
+            self.keys.check_object(signed_part(data, manifest.code), manifest.code, name)
+        elif not self._warned_of_unsealed:
+            self._warned_of_unsealed = True
+            warn(f"{manifest.id} is not sealed: whoever can write to {self.url} may have put or changed it")
 
     def _read_manifest(self, id: CheckpointId) -> bytes | None:
         try:
@@ -348,6 +427,7 @@ class Repo:
         found = decode_index(data, id=manifest.id, rank=rank, tree=manifest.tree, repository=self.id)
         if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
             raise CorruptionError(f"{name} belongs to another save than its manifest", subject=name)
+        _check_bases(found.packs, manifest, name)
         return found
 
     def table(self, manifest: Manifest, rank: int = 0) -> Table:
@@ -356,6 +436,7 @@ class Repo:
         found = decode_table(data, id=manifest.id, rank=rank, repository=self.id)
         if found.save_id != manifest.save_id or found.chunk_bytes != manifest.chunk_bytes:
             raise CorruptionError(f"{found.name} belongs to another save than its manifest", subject=found.name)
+        _check_bases(found.packs, manifest, found.name)
         return found
 
     def boxes(self, manifest: Manifest, leaves: int | None = None) -> BoxTable | None:
@@ -400,10 +481,21 @@ class Repo:
                 wrong = f"{name} has {len(data)} bytes, the manifest says {entry.length}"
             elif digest(data) != entry.digest:
                 wrong = f"{name} is damaged: its digest is not the one in the manifest"
+            elif entry.sha256 and hashlib.sha256(data).hexdigest() != entry.sha256:
+                raise tampered(name)
             else:
                 return data
             if not mark_damaged(self.store, name):
                 raise CorruptionError(wrong, subject=name)
+
+
+def _check_bases(packs: Sequence[PackEntry], manifest: Manifest, name: str) -> None:
+    """Checks that the manifest names every checkpoint of which an index names packs: removals go by the manifest."""
+    for pack in packs:
+        if pack.at is not None and pack.at not in manifest.bases:
+            raise CorruptionError(
+                f"{name} names {pack.name} of {pack.at}, of which its manifest says nothing", subject=name
+            )
 
 
 def _entry(manifest: Manifest, rank: int) -> IndexEntry:

@@ -7,6 +7,7 @@ object, and only then checks for a tombstone. Whichever comes second finds the o
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +18,7 @@ from tenuto.model.records import Owner
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.small_records import owner_json, read_owner
 from tenuto.repo.repository import Repo, now_text
-from tenuto.store.contract import is_unreadable
+from tenuto.store.contract import is_unreadable, time_of
 
 STALE_S: Final = 900.0
 """Seconds by the store's own clock after which a remover on another host counts as dead. A removal takes seconds, and a
@@ -48,6 +49,15 @@ def put_tombstone(repo: Repo, id: CheckpointId, *, reason: str, attempt: int = 0
     }
     objects.put(repo.store, name, objects.encode("tombstone", name, body, repo.id), token=token)
     return stone
+
+
+def still_there(repo: Repo, stones: Collection[Tombstone]) -> set[Tombstone]:
+    """Returns those of the tombstones, all of one run, that are still there. One call."""
+    if len(stones) == 1:
+        return {stone for stone in stones if still_exists(repo, stone)}
+    runs = {stone.id.run for stone in stones}
+    there = {entry.name for run in runs for entry in repo.store.walk(f"tombstones/{run}")}
+    return {stone for stone in stones if stone.name in there}
 
 
 def still_exists(repo: Repo, stone: Tombstone) -> bool:
@@ -90,25 +100,20 @@ def dead_tombstones(repo: Repo, run: str, *, now_name: str, dead_below: int) -> 
     `dead_below` (all of which the caller has found dead); or if its tombstone was put STALE_S before the object
     `now_name`, which the caller put just now, by the store's clock.
     """
-    found = []
-    now_ns = repo.store.stat(now_name).modified_ns
+    found, now_ns = [], None
     for entry in repo.store.walk(f"tombstones/{run}"):
         stone = _read(repo, entry.name)
         if stone is None:
             continue
         verdict = judge(stone.owner)
-        if verdict == "dead" or (
-            verdict == "unknown" and (0 < stone.attempt < dead_below or _is_stale(repo, stone, now_ns))
-        ):
+        dead = verdict == "dead" or (verdict == "unknown" and 0 < stone.attempt < dead_below)
+        if not dead and verdict == "unknown":
+            now_ns = repo.store.stat(now_name).modified_ns if now_ns is None else now_ns
+            modified_ns = time_of(repo.store, entry)
+            dead = modified_ns is not None and now_ns - modified_ns > STALE_S * 1e9
+        if dead:
             found.append(stone)
     return found
-
-
-def _is_stale(repo: Repo, stone: Tombstone, now_ns: int) -> bool:
-    try:
-        return now_ns - repo.store.stat(stone.name).modified_ns > STALE_S * 1e9
-    except ObjectNotFound:
-        return False
 
 
 def _read(repo: Repo, name: str) -> Tombstone | None:

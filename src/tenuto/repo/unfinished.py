@@ -74,7 +74,14 @@ def free(repo: Repo, id: CheckpointId, *, names: Iterable[str] = (), keep_begin:
 def notes_and_leftovers(repo: Repo, id: CheckpointId, own: Iterable[str]) -> tuple[list[str], list[str]]:
     """Lists a save's directory. Returns the names of its notes, and those of the temporaries of its objects, which are
     `own`, the notes, `begin.json` and the manifest."""
-    found = [entry.name for entry in repo.store.walk(id.directory, leftovers=True)]
+    return notes_and_leftovers_among([entry.name for entry in repo.store.walk(id.directory, leftovers=True)], id, own)
+
+
+def notes_and_leftovers_among(
+    found: Iterable[str], id: CheckpointId, own: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Returns what `notes_and_leftovers` does, where the directory has been listed: `found` are the names."""
+    found = list(found)
     notes = [name for name in found if object_names.is_note(name[len(id.directory) + 1 :])]
     final = {*own, *notes, id.manifest, object_names.begin_name(id)}
     return notes, [name for name in found if is_leftover(name) and final_name(name) in final]
@@ -86,7 +93,7 @@ def close_unfinished(repo: Repo, run: str, attempt: int, *, by: str, owner_dead:
     Looks from the highest step down to the first checkpoint: an attempt begins its saves in the order of their steps,
     and none before the earlier ones have committed or are closed (`repo.commit.begin`).
     """
-    for step in repo.steps(run, attempt):
+    for step in repo.newest_steps(run, attempt):
         if close_save(repo, CheckpointId(run, attempt, step), by=by, owner_dead=owner_dead, report=report):
             return
 
@@ -97,11 +104,11 @@ def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, repor
 
     A checkpoint whose removal broke off after its manifest was gone looks the same, and is freed the same way.
     """
-    here = repo.store.children(id.directory).objects
-    if object_names.BEGIN not in here:
+    here = {entry.name: entry.length for entry in repo.store.walk(id.directory)}
+    if object_names.begin_name(id) not in here:
         return False
     try:
-        if object_names.MANIFEST not in here:
+        if id.manifest not in here:
             # A checkpoint in the trash has lost its manifest too, and can still come back.
             if repo.store.children(object_names.trash_directory(id)).objects:
                 return False
@@ -111,7 +118,7 @@ def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, repor
             if not abort(repo, id, save_id, by=by):
                 return True
             crashpoint("unfinished save marked aborted, objects still there")
-        elif repo.store.stat(id.manifest).length > MAX_ABORTED:
+        elif here[id.manifest] > MAX_ABORTED:
             return repo.exists(id)  # a copied directory says nothing of the saves below it
         return not free(repo, id, keep_begin=not owner_dead)
     except ObjectNotFound:

@@ -91,12 +91,19 @@ def coalesce(chunks: Chunks, *, task_bytes: int = TASK_BYTES, gap_bytes: int = G
 
 
 def _piece_begins(chunks: Chunks, most: int) -> Flags:
-    """Returns which chunks begin a piece: the first of each row, and every one `most` chunks further on."""
+    """Returns which chunks begin a piece: the first of each row, one that does not follow the one before it there and
+    in the pack, and every one `most` chunks further on."""
     begins = np.ones(len(chunks), bool)
-    begins[1:] = chunks.want[1:] != chunks.want[:-1]
+    begins[1:] = (chunks.want[1:] != chunks.want[:-1]) | (chunks.offset[1:] != chunks.end[:-1]) | _elsewhere(chunks)
     firsts = np.flatnonzero(begins)
     number = np.arange(len(chunks)) - np.repeat(firsts, np.diff(np.append(firsts, len(chunks))))
     found: Flags = number % most == 0
+    return found
+
+
+def _elsewhere(chunks: Chunks) -> Flags:
+    """Returns which chunks but the first do not begin in their row where the chunk before them ends in its."""
+    found: Flags = chunks.start[1:] != chunks.start[:-1] + chunks.size[:-1]
     return found
 
 
@@ -134,7 +141,8 @@ def _runs(chunks: Chunks, small: Flags, tasks: Column) -> Column:
     stop = chunks.end
     block = (stop - 1) // RUN_BYTES
     apart = (chunks.offset[1:] != stop[:-1]) | (block[1:] != block[:-1])
-    apart |= (want[1:] != want[:-1]) & ~(small[1:] & small[:-1])
+    other = want[1:] != want[:-1]
+    apart |= (other & ~(small[1:] & small[:-1])) | (~other & _elsewhere(chunks))
     begins = np.concatenate([np.ones(1, bool), apart])
     begins[tasks] = True
     return np.append(np.flatnonzero(begins), len(want))

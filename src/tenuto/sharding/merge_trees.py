@@ -20,6 +20,7 @@ from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.sharding.holdings import Column, rank_names
 from tenuto.state.tree import (
+    FIRST_RANK,
     KEYED,
     LEAVES,
     NAMED,
@@ -111,6 +112,9 @@ class _Merger:
 
     def merge(self, nodes: Sequence[_At], path: str, within: str = "") -> Json:
         """Merges `nodes`, which all have one path. `within`: the part of an optimizer that they are, if any."""
+        counting = [one for one in nodes if kind_of(one.node) != FIRST_RANK]
+        if len(counting) < len(nodes):
+            nodes = self._of_first_rank(counting, nodes, path)
         first = nodes[0].node
         kind = kind_of(first)
         for one in nodes[1:]:
@@ -130,6 +134,17 @@ class _Merger:
             return first | {"v": self.merge(below, path, "optimizer" if kind == "optimizer" else "")}
         self._same(nodes, [one.node for one in nodes], path)
         return first
+
+    def _of_first_rank(self, counting: list[_At], nodes: Sequence[_At], path: str) -> list[_At]:
+        having = [rank for one in counting for rank in self._ranks[one.tree]]
+        if having == [0]:
+            return counting
+        others = rank_names(rank for one in nodes if one not in counting for rank in self._ranks[one.tree])
+        raise ShardMismatch(
+            f"{path or ROOT} is declared as the first rank's on {others}, and not on all",
+            subject=path or ROOT,
+            hint="all ranks declare it: tenuto.first_rank(…)",
+        )
 
     def _mapping(self, nodes: Sequence[_At], path: str, within: str) -> Json:
         """Merges every entry that any node has, in the order of the first node, then of the others."""

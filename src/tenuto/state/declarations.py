@@ -256,7 +256,26 @@ class PerRank:
     value: Any
 
 
-MARKS: Final = frozenset({Shard, Replicated, PerRank})
+@dataclass(eq=False)
+class FirstRank:
+    """A value of which the first rank's counts. Made by `first_rank`."""
+
+    value: Any
+
+
+MARKS: Final = frozenset({Shard, Replicated, PerRank, FirstRank})
+
+
+class Late:
+    """Stands for an entry of the state that does not exist yet. Made by `late`."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "tenuto.late()"
+
+
+LATE: Final = Late()
 
 
 def shard(
@@ -323,6 +342,26 @@ def replicated(value: Any) -> Replicated:
 def per_rank(value: Any) -> PerRank:
     """Declares that a value, with everything in it, belongs to this rank alone: each rank saves its own."""
     return PerRank(value)
+
+
+def first_rank(value: Any) -> FirstRank:
+    """Declares that of an entry the first rank's value counts: rank 0 saves it, and a restore gives it to every rank.
+
+    For what ranks keep apart and only one of them decides, such as a trainer's own record of its progress. Its
+    `state_dict`, if it has one, is called on every rank, since it may be a collective. An image in memory (`memory=`)
+    has what its own rank has: with such an entry several ranks resume from the store.
+    """
+    return FirstRank(value)
+
+
+def late() -> Any:
+    """Returns the value of an entry of the state that does not exist yet, such as an optimizer that a trainer makes.
+
+    `Checkpointer.restore` leaves it alone. Put the object into the state and call `restore` again: it is filled from
+    the same checkpoint. An entry that is still late is not saved; where the checkpoint has it, a step or a save is
+    refused until it is restored.
+    """
+    return LATE
 
 
 # -- layouts declared on tensors

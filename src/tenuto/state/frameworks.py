@@ -134,6 +134,7 @@ class Framework:
         that training is in the middle of.
     gate: the module whose `gate` guards the updates of optimizers, for fenced captures.
     state_dicts: the module whose `owner` knows what `state_dict()` of the framework's objects returns.
+    structures: the module whose `knows` tells types of any package that the adapter takes apart.
     """
 
     name: str
@@ -146,6 +147,8 @@ class Framework:
     iteration: str = ""
     gate: str = ""
     state_dicts: str = ""
+    files: str = ""
+    structures: str = ""
 
     @property
     def loaded(self) -> bool:
@@ -159,6 +162,7 @@ class Framework:
 
 
 _TORCH: Final = "tenuto.integrations.torch"
+_JAX: Final = "tenuto.integrations.jax"
 BUILT_IN: Final = (
     Framework("numpy", adapter="tenuto.state.numpy_arrays", kinds=frozenset({"nprandom"})),
     Framework(
@@ -174,7 +178,18 @@ BUILT_IN: Final = (
         iteration=f"{_TORCH}.data.iteration",
         gate=f"{_TORCH}.fence",
         state_dicts=f"{_TORCH}.state_dicts",
+        files=f"{_TORCH}.for_commands",
     ),
+    Framework(
+        "jax",
+        adapter=f"{_JAX}.adapter",
+        kinds=frozenset({"prngkey"}),
+        positions=f"{_JAX}.data",
+        loaders=frozenset({"grain"}),
+        certificate=f"{_JAX}.certificate",
+        structures=f"{_JAX}.pytrees",
+    ),
+    Framework("tenuto", adapter="tenuto.formats.state_adapter"),
 )
 _BUILT_IN_NAMES: Final = frozenset(framework.name for framework in BUILT_IN)
 
@@ -196,8 +211,8 @@ def declared() -> dict[str, Framework]:
 def loaded(ability: str) -> Iterator[tuple[Framework, Any]]:
     """Yields the frameworks that the program has imported and that have the ability, each with its module."""
     for framework in declared().values():
-        if framework.loaded and (module := framework.ability(ability)) is not None:
-            yield framework, module
+        if getattr(framework, ability) and framework.loaded:
+            yield framework, framework.ability(ability)
 
 
 def named(name: str) -> Framework | None:
@@ -208,7 +223,7 @@ def named(name: str) -> Framework | None:
     for framework in BUILT_IN:
         if framework.name == name:
             return framework
-    if name in sys.stdlib_module_names or name in ("__main__", "tenuto"):
+    if name in sys.stdlib_module_names or name == "__main__":
         return None
     return declared().get(name)
 
@@ -231,6 +246,9 @@ def adapter_for(kind: type) -> Adapter | None:
             if named(name) is not None and (candidate := adapter_of(name)).claims(kind):
                 found = candidate
                 break
+        if found is None:
+            owners = (one.name for one, module in loaded("structures") if module.knows(kind))
+            found = next(map(adapter_of, owners), None)
         _by_type[kind] = found
         return found
 
@@ -349,6 +367,7 @@ def register(
     entry = Registered(tag, to_plain, from_plain)
     _registered[kind] = entry
     _by_name[tag] = (kind, entry)
+    _by_type.pop(kind, None)
 
 
 def _defaults(kind: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

@@ -22,12 +22,16 @@ PRIVATE: Final = "#private"
 OWN: Final = "per_rank"
 """Marks in the shared tree a value that belongs to each rank alone; in a private tree, the entry with all of these by
 path."""
+BETWEEN: Final = "between"
+"""In the private tree of an adopted checkpoint, alone there: the bytes of its files that belong to no tensor."""
+FIRST_RANK: Final = "first_rank"
+"""Stands in the tree of any other rank for what the first rank saves. No tree that is committed has it."""
 ROOT: Final = "#value"
 
 KEYED: Final = frozenset({"dict", "ordereddict", "defaultdict", "counter"})
 NAMED: Final = frozenset({"module", "dataclass", "namedtuple", "sparse", "subclass"})
 SEQUENCES: Final = frozenset({"tuple", "deque"})
-WRAPPERS: Final = frozenset({"object", "optimizer", "tagged", "nprandom", "generator", "private"})
+WRAPPERS: Final = frozenset({"object", "optimizer", "tagged", "nprandom", "generator", "prngkey", "private"})
 LEAVES: Final = frozenset({"leaf", "alias"})
 STRUCTURE: Final = frozenset(
     {"leaf", "alias", "module", "optimizer", "object", "sparse", "subclass", "generator", "nprandom", "random"}

@@ -1,4 +1,4 @@
-"""The store contract: a place for opaque objects under relative names.
+"""The store contract: a place for opaque objects under relative names; `store/base.py` has defaults for it.
 
 All concurrency control rests on one primitive, `put_if_absent`: there is no overwrite, append or rename. Names are
 `/`-separated without empty, `.` or `..` segments. Every method is thread-safe and raises only errors of the
@@ -7,14 +7,15 @@ All concurrency control rests on one primitive, `put_if_absent`: there is no ove
 
 from __future__ import annotations
 
+import bisect
 import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Protocol, runtime_checkable
 
-from tenuto.errors import StoreError
+from tenuto.errors import ObjectNotFound, StoreError
 from tenuto.model.records import Receipt
 
 TEMPORARY: Final = ".tmp-"
@@ -61,6 +62,8 @@ class Entry:
 
     name: str
     length: int
+    modified_ns: int | None = field(default=None, compare=False)
+    """As `Stat.modified_ns`; None where `Capabilities.lists_times` is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,13 @@ class Listing:
     directories: tuple[str, ...]
     objects: tuple[str, ...]
 
+    def behind(self, after: str) -> Listing:
+        """Returns what of it comes behind `after`."""
+        return Listing(
+            self.directories[bisect.bisect_right(self.directories, after) :],
+            self.objects[bisect.bisect_right(self.objects, after) :],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -84,6 +94,17 @@ class Capabilities:
     """Whether put_if_absent is atomic. Where it is not, the store holds data but never commits."""
     persistent: bool
     """Whether acknowledged objects survive power loss."""
+    views: bool = False
+    """Whether readers may give `view`: then reading ahead, or for other ranks, gains nothing."""
+    lists_times: bool = False
+    """Whether entries of `walk` have `modified_ns`: then none has to be asked for with `stat`."""
+    part_bytes: int = 1 << 20
+    """The length of one read, and of one part of a put, at which the store runs at full speed."""
+    parallel: int = 8
+    """How many reads at once it takes for that."""
+    remote: bool = False
+    """Whether each call is a request that lasts 20 to 100 ms and costs money: then what only says earlier what a later
+    call says too is left out, and removals wait for each other."""
 
 
 class Reader(Protocol):
@@ -101,8 +122,9 @@ class Reader(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` with the bytes from `offset`. Thread-safe.
 
-        Raises CorruptionError with object and offset if the object ends first. An aligned read may reach past the end
-        by less than `alignment`; the bytes there are undefined.
+        Raises CorruptionError with object and offset if the object ends first, and ObjectNotFound if it was removed
+        since, where the store keeps nothing open. An aligned read may reach past the end by less than `alignment`; the
+        bytes there are undefined.
         """
         ...
 
@@ -160,9 +182,9 @@ class Store(Protocol):
         """Returns length and time of an object. Raises ObjectNotFound."""
         ...
 
-    def children(self, prefix: str) -> Listing:
-        """Lists the level below `prefix` (no trailing slash, empty for the root) without leftovers. A missing prefix is
-        empty."""
+    def children(self, prefix: str, *, after: str = "") -> Listing:
+        """Lists the level below `prefix` (no trailing slash, empty for the root) without leftovers, and of that the
+        segments behind `after`, in the order of their code points. A missing prefix is empty."""
         ...
 
     def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
@@ -189,6 +211,17 @@ class Store(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def time_of(store: Store, entry: Entry) -> int | None:
+    """Returns when a listed object was put, by the store's clock: as listed, or asked for where listings do not say it.
+    None if it vanished."""
+    if entry.modified_ns is not None:
+        return entry.modified_ns
+    try:
+        return store.stat(entry.name).modified_ns
+    except ObjectNotFound:
+        return None
 
 
 def is_unreadable(error: BaseException | None) -> bool:

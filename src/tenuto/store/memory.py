@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final
 
-from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
+from tenuto.errors import AlreadyExists, ObjectNotFound, StoreError
 from tenuto.model.records import Receipt
+from tenuto.store.base import BaseReader, BaseStore
 from tenuto.store.contract import (
     Capabilities,
     Content,
     Entry,
-    Listing,
     Stat,
     check_name,
     check_new_name,
@@ -44,7 +43,7 @@ _places: dict[str, SharedObjects] = {}
 _places_lock = threading.Lock()
 
 
-class MemoryStore:
+class MemoryStore(BaseStore):
     """A store in memory. Stores of one name in one process share their objects. Each put advances the clock by 1 ms."""
 
     def __init__(self, name: str) -> None:
@@ -61,10 +60,7 @@ class MemoryStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(commits=True, persistent=False)
-
-    def probe(self) -> Capabilities:
-        return self.capabilities
+        return Capabilities(commits=True, persistent=False, views=True, lists_times=True)
 
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
         check_new_name(name)
@@ -85,12 +81,6 @@ class MemoryStore:
             raise ObjectNotFound(f"there is no object {name} ({self.url})", subject=name)
         return found
 
-    def get(self, name: str, *, limit: int) -> bytes:
-        data, _ = self._find(name)
-        if len(data) > limit:
-            raise CorruptionError(f"{name} has {len(data)} bytes where at most {limit} belong", subject=name)
-        return data
-
     def open(self, name: str) -> MemoryReader:
         return MemoryReader(name, self._find(name)[0])
 
@@ -101,22 +91,8 @@ class MemoryStore:
     def _below(self, prefix: str) -> list[Entry]:
         start = f"{check_prefix(prefix)}/" if prefix else ""
         with self.place.lock:
-            return sorted(
-                (Entry(name, len(data)) for name, (data, _) in self.place.objects.items() if name.startswith(start)),
-                key=lambda entry: entry.name,
-            )
-
-    def children(self, prefix: str) -> Listing:
-        start = len(prefix) + 1 if prefix else 0
-        directories: set[str] = set()
-        objects: list[str] = []
-        for entry in self._below(prefix):
-            segment, below, _ = entry.name[start:].partition("/")
-            if below:
-                directories.add(segment)
-            elif not is_leftover(segment):
-                objects.append(segment)
-        return Listing(tuple(sorted(directories)), tuple(objects))
+            found = [(name, data, time) for name, (data, time) in self.place.objects.items() if name.startswith(start)]
+        return [Entry(name, len(data), time) for name, data, time in sorted(found)]
 
     def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         return (entry for entry in self._below(prefix) if leftovers or not is_leftover(entry.name))
@@ -127,12 +103,6 @@ class MemoryStore:
             for name in checked:
                 self.place.objects.pop(name, None)
 
-    def settle(self, name: str) -> None:
-        check_name(name)
-
-    def free_bytes(self) -> int | None:
-        return None
-
     def advance(self, seconds: float) -> None:
         """Advances the clock of this store, for code that depends on the age of objects."""
         with self.place.lock:
@@ -142,35 +112,13 @@ class MemoryStore:
         """Keeps the objects, for the next store of this name."""
 
 
-@dataclass
-class MemoryReader:
-    name: str
-    data: bytes
-    alignment: int = 1
+class MemoryReader(BaseReader):
+    def __init__(self, name: str, data: bytes) -> None:
+        super().__init__(name, len(data))
+        self.data = data
 
-    @property
-    def length(self) -> int:
-        return len(self.data)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        buffer = buffer.cast("B") if buffer.itemsize != 1 or buffer.ndim != 1 else buffer
-        end = offset + len(buffer)
-        if offset < 0 or end > len(self.data):
-            raise CorruptionError(
-                f"{self.name} ends before byte {end}: it has {len(self.data)} bytes", subject=f"{self.name}@{end}"
-            )
-        buffer[:] = memoryview(self.data)[offset:end]
+    def fetch(self, offset: int, buffer: memoryview) -> None:
+        buffer[:] = memoryview(self.data)[offset : offset + len(buffer)]
 
     def view(self) -> memoryview | None:
         return memoryview(self.data)
-
-    def close(self) -> None:
-        """Does nothing: nothing is open."""
-
-    def __enter__(self) -> MemoryReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

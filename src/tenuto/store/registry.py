@@ -7,18 +7,37 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from tenuto.errors import NotARepository, UsageError, typed
+from tenuto.errors import MissingExtra, NotARepository, UsageError, install, typed
 from tenuto.store.contract import Store, Where
 from tenuto.store.local.store import LocalStore
 from tenuto.store.memory import MemoryStore
-from tenuto.store.wrappers.retry import RetryingStore
+from tenuto.store.probes import tuned
+from tenuto.store.wrappers.retry import Patience, RetryingStore
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
-_PLANNED: Final = frozenset({"s3", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "http", "https"})
+_OBJECTS: Final = "tenuto.store.objects.urls"
+_BACKENDS: Final[Mapping[str, tuple[str, str]]] = {
+    "s3": (_OBJECTS, "s3"),
+    "gs": (_OBJECTS, "gcs"),
+    "gcs": (_OBJECTS, "gcs"),
+    "az": (_OBJECTS, "azure"),
+    "abfs": (_OBJECTS, "azure"),
+    "abfss": (_OBJECTS, "azure"),
+    "http": (_OBJECTS, "http"),
+    "https": (_OBJECTS, "http"),
+    "hdfs": ("tenuto.store.hdfs", "hdfs"),
+}
+"""The module that serves a scheme, by a function `open_url` from URL to Store, and the extra with what it needs."""
+_FSSPEC: Final = "tenuto.store.fsspec"
+_FSSPEC_PREFIX: Final = "fsspec+"
+_REMOTE: Final = Patience(attempts=8)
+"""A service that restarts, or asks for fewer requests, needs seconds: 11 s in all."""
 CERTIFY_VARIABLE: Final = "TENUTO_CERTIFY"
 """The environment variable by which `tenuto certify` replaces the store that a script names (see `certify/probe`)."""
 GROUP: Final = "tenuto.stores"
@@ -28,9 +47,10 @@ GROUP: Final = "tenuto.stores"
 def open_store(where: Where) -> Store:
     """Opens the store of `where`, without touching it.
 
-    A path or file:// URL is a local directory, memory://NAME a place in the memory of this process; entry points of the
-    group `tenuto.stores` serve other schemes. All are wrapped to retry transient faults. A Store is returned unchanged:
-    its maker chooses the wrappers. Raises NotARepository for a file, UsageError for anything else.
+    A path or file:// URL is a local directory, memory://NAME a place in the memory of this process, and
+    stripe://PLACE,PLACE several places as one; other schemes are served by entry points of the group `tenuto.stores`,
+    and by fsspec. All are wrapped to retry transient faults. A Store is returned unchanged: its maker chooses the
+    wrappers. Raises NotARepository for a file, UsageError for anything else.
     """
     if isinstance(where, Store):
         return where
@@ -43,13 +63,51 @@ def open_store(where: Where) -> Store:
         )
     found = _SCHEME.match(text)
     if found is None:
+        _check_slashes(text)
         return RetryingStore(_local(text))
     scheme = found[1].lower()
     if scheme == "file":
         return RetryingStore(_local(_path_of(text)))
     if scheme == "memory":
         return RetryingStore(MemoryStore(_memory_name(text)))
-    return RetryingStore(_entry_point(scheme, text)(text))
+    if scheme == "stripe":
+        return _stripe(text)
+    if scheme in _BACKENDS:
+        return RetryingStore(tuned(_backend(scheme).open_url(text)), _REMOTE)
+    return _further(scheme, text)
+
+
+def _check_slashes(path: str) -> None:
+    """Refuses a URL with too few slashes: it would be a directory of that name."""
+    scheme, colon, rest = path.partition(":")
+    if colon and scheme.lower() in _BACKENDS:
+        raise UsageError(
+            f"{path} is neither a URL nor likely to be a directory",
+            subject=path,
+            hint=f"write {scheme}://{rest.lstrip('/')}, or ./{path} for a directory of that name",
+        )
+
+
+def _stripe(url: str) -> Store:
+    """Opens stripe://PLACE,PLACE,…. Not wrapped: each of its places retries for itself."""
+    from tenuto.store.wrappers.stripe import Stripe
+
+    return Stripe(*url.partition("://")[2].split(","))
+
+
+def _backend(scheme: str) -> Any:
+    """Returns the module that serves a scheme. Raises MissingExtra."""
+    module, extra = _BACKENDS.get(scheme, (_FSSPEC, "fsspec"))
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("tenuto"):
+            raise
+        raise MissingExtra(
+            f"{scheme}:// needs the package {error.name}, which is not installed",
+            subject=f"{scheme}://",
+            hint=install(extra),
+        ) from None
 
 
 def _local(path: str) -> LocalStore:
@@ -90,21 +148,20 @@ def _memory_name(url: str) -> str:
     return name
 
 
-def _entry_point(scheme: str, url: str) -> Callable[[str], Store]:
+def _further(scheme: str, url: str) -> Store:
+    """Opens the store of a scheme that is none of ours: by an entry point, else by fsspec if it knows the scheme."""
     from importlib.metadata import entry_points  # slow to import, and seldom needed
 
     for point in entry_points(group=GROUP):
         if point.name.lower() == scheme:
             factory: Callable[[str], Store] = point.load()
-            return factory
-    if scheme in _PLANNED:
-        message = f"{scheme}:// is not built yet in this version, and no installed package serves it"
-    else:
-        message = f"no store serves {scheme}://"
+            return RetryingStore(factory(url))
+    if scheme.startswith(_FSSPEC_PREFIX) or (find_spec("fsspec") and _backend(scheme).knows(scheme)):
+        return RetryingStore(tuned(_backend(scheme).open_url(url)), _REMOTE)
     raise UsageError(
-        message,
+        f"no store serves {scheme}://",
         subject=url,
-        hint=f"use a directory (also a mounted one), or install a package with an entry point in {GROUP!r}",
+        hint=f"use a directory (also a mounted one), or a package with an entry point in {GROUP!r}; fsspec knows more",
     )
 
 

@@ -102,6 +102,11 @@ def sentence(event: events.Event) -> str | None:
             return f"run {run} has waited {seconds(waited)} in {phase} for {doing}"
         case events.Removed(id, reason):
             return f"removed {_step(id)}: {reason}"
+        case events.TierSkipped(id, tier, reason):
+            return f"{tier} does not get {_step(id)}: {reason}"
+        case events.TierLag(run, tier, _, behind, nbytes, error):
+            late = f"is {count(behind, 'checkpoint')} ({size(nbytes)}) behind" if behind else "has what it is to have"
+            return f"run {run}: {tier} {late}{f': {error}' if error else ''}"
         case events.LeafDemoted(path, reason):
             return f"{path} is captured eagerly from now on: {reason}"
         case events.Warned(message, _):

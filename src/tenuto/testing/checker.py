@@ -22,15 +22,16 @@ import numpy as np
 import xxhash
 
 from tenuto.codec.chunk_map import chunk_count
+from tenuto.codec.registry import codec
 from tenuto.errors import CorruptionError, NotARepository, StoreError, TenutoError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
-from tenuto.model.records import Index, Manifest
+from tenuto.model.records import Index, Manifest, StoredChunks
 from tenuto.repo.format.manifest import decode_manifest
 from tenuto.repo.format.object_names import trash_directory
 from tenuto.repo.lineage import latest
 from tenuto.repo.replicated import members
-from tenuto.repo.replicated.places import all_places, report_to
+from tenuto.repo.replicated.places import all_places, followers_of, report_to
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
 from tenuto.store.local.store import LocalStore
@@ -53,10 +54,18 @@ class Checker:
 
     def check_checkpoint(self, disk: SimulatedDisk, repo: Repo, id: CheckpointId, saved: Saved) -> list[str]:
         """Checks a checkpoint like `check_checkpoint`."""
-        key = (id, *((place.url, *_files(disk, f"{place.url}/{id.directory}")) for place in all_places(repo.store)))
+        own = (id, *_bases(repo, id))
+        key = (id, *((p.url, *_files(disk, f"{p.url}/{one.directory}")) for p in all_places(repo.store) for one in own))
         if key not in self._known:
             self._known[key] = list(check_checkpoint(repo, id, saved))
         return self._known[key]
+
+
+def _bases(repo: Repo, id: CheckpointId) -> tuple[CheckpointId, ...]:
+    try:
+        return repo.manifest(id).bases
+    except TenutoError:
+        return ()
 
 
 def _files(disk: SimulatedDisk, directory: str) -> Iterator[tuple[str, object]]:
@@ -91,9 +100,22 @@ def check(disk: FileSystem, expected: Expected, check_one: CheckCheckpoint | Non
         return [f"I3: the repository is gone: {error.message}"] if expected.opened else []
     except TenutoError as error:
         return [f"I3: the repository does not open: {error!r}"]
-    return [
-        problem for run in expected.runs for problem in check_run(repo, run, expected, check_one or check_checkpoint)
-    ]
+    check_one = check_one or check_checkpoint
+    problems = [problem for run in expected.runs for problem in check_run(repo, run, expected, check_one)]
+    for place in followers_of(repo.store):
+        there = Repo(place, repo.id, repo.chunk_bytes)
+        problems += (f"{place.url}: {one}" for one in check_follower(there, expected, check_one))
+    return problems
+
+
+def check_follower(there: Repo, expected: Expected, check_one: CheckCheckpoint) -> Iterator[str]:
+    """Checks a tier that is filled in the background: it may lack checkpoints, and each that it has is whole."""
+    for run in expected.runs:
+        for id in _named(there.store, run):
+            if id not in expected.saved:
+                yield f"I1: {id} exists and was never saved"
+            else:
+                yield from check_one(there, id, expected.saved[id])
 
 
 def check_run(repo: Repo, run: str, expected: Expected, check_one: CheckCheckpoint) -> Iterator[str]:
@@ -131,18 +153,32 @@ def _check_presence(repo: Repo, id: CheckpointId, presence: Presence, there: boo
         yield f"I2: {id} was closed or removed, and is back"
     if not there and presence is Presence.MUST:
         yield f"I3: {id} was reported as committed and is lost"
-    if not there and presence in (Presence.TRASHED, Presence.MOVING) and not _in_trash(repo, id):
-        yield f"I3: {id} was removed by hand, and cannot be brought back"
+    if not there and presence in (Presence.TRASHED, Presence.MOVING):
+        found = _in_trash(repo, id)
+        if found is None:
+            yield f"I3: {id} was removed by hand, and cannot be brought back"
+        else:
+            yield from _lost_bases(repo, found)
 
 
-def _in_trash(repo: Repo, id: CheckpointId) -> bool:
+def _in_trash(repo: Repo, id: CheckpointId) -> Manifest | None:
     for entry in repo.store.walk(trash_directory(id)):
         try:
-            if isinstance(decode_manifest(repo.store.get(entry.name, limit=1 << 20), id, repo.id), Manifest):
-                return True
+            found = decode_manifest(repo.store.get(entry.name, limit=1 << 20), id, repo.id)
+            if isinstance(found, Manifest):
+                return found
         except CorruptionError:
             continue
-    return False
+    return None
+
+
+def _lost_bases(repo: Repo, manifest: Manifest) -> Iterator[str]:
+    """Yields the packs of other checkpoints that one, in its place or in the trash, rests on and that are gone."""
+    for rank in range(len(manifest.indexes) if manifest.bases else 0):
+        for pack in repo.packs(manifest, rank):
+            name = pack.object_name(manifest.id)
+            if pack.at is not None and not any(entry.name == name for entry in repo.store.walk(pack.at.directory)):
+                yield f"I6, I7: {manifest.id} rests on {pack.at}, whose {pack.name} is gone"
 
 
 def _named(store: Store, run: str) -> Iterator[CheckpointId]:
@@ -177,6 +213,9 @@ def check_checkpoint(repo: Repo, id: CheckpointId, saved: Saved) -> Iterator[str
         manifest = repo.manifest(id)
         if manifest.tree != saved.tree:
             yield f"I5: {id}: the tree is not the one saved"
+        if lost := list(_lost_bases(repo, manifest)):
+            yield from lost
+            return
         indexes = [repo.index(manifest, rank) for rank in range(len(manifest.indexes))]
         if manifest.boxes is None:
             found = {spec.path: data for index in indexes for spec, data in _leaves(repo, manifest, index)}
@@ -233,7 +272,7 @@ def _joined(repo: Repo, manifest: Manifest, indexes: list[Index], listed: int) -
 def _leaves(repo: Repo, manifest: Manifest, index: Index) -> Iterator[tuple[LeafSpec, bytes]]:
     packs = []
     for entry in index.packs:
-        with repo.store.open(f"{manifest.id.directory}/{entry.name}") as reader:
+        with repo.store.open(entry.object_name(manifest.id)) as reader:
             data = bytearray(reader.length)
             reader.read_into(0, memoryview(data))
         if len(data) != entry.length:
@@ -241,6 +280,9 @@ def _leaves(repo: Repo, manifest: Manifest, index: Index) -> Iterator[tuple[Leaf
         if xxhash.xxh3_128_digest(data[: entry.header_length]) != entry.header_digest:
             raise _Differs(f"the header of {entry.name} is damaged")
         packs.append(bytes(data))
+    if index.stored is not None:
+        yield from _decoded(index, index.stored, packs)
+        return
     for row, spec in enumerate(index.specs):
         start, length = int(index.offset[row]), int(index.length[row])
         data_of = packs[int(index.pack[row])][start : start + length]
@@ -250,3 +292,27 @@ def _leaves(repo: Repo, manifest: Manifest, index: Index) -> Iterator[tuple[Leaf
             if xxhash.xxh3_128_digest(piece) != index.digests[first + chunk].tobytes():
                 raise _Differs(f"{spec.path}: chunk {chunk} does not have its digest")
         yield spec, data_of
+
+
+def _decoded(index: Index, stored: StoredChunks, packs: list[bytes]) -> Iterator[tuple[LeafSpec, bytes]]:
+    """Yields the leaves of an encoded index, each chunk decoded by itself."""
+
+    def content(number: int) -> bytes:
+        start, nbytes = int(stored.offset[number]), int(stored.stored[number])
+        piece = packs[int(stored.pack[number])][start : start + nbytes]
+        if xxhash.xxh3_128_digest(piece) != stored.digests[number].tobytes():
+            raise _Differs(f"stored chunk {number} does not have its digest")
+        name, base = stored.codecs[int(stored.codec[number])], int(stored.base[number])
+        if name == "raw":
+            return piece
+        out = bytearray(int(stored.raw[number]))
+        codec(name).decode(memoryview(piece), memoryview(out), None if base < 0 else memoryview(content(base)))
+        return bytes(out)
+
+    for row, spec in enumerate(index.specs):
+        first = int(index.chunk_start[row])
+        pieces = [content(first + chunk) for chunk in range(chunk_count(int(index.length[row]), index.chunk_bytes))]
+        for chunk, piece in enumerate(pieces):
+            if xxhash.xxh3_128_digest(piece) != index.digests[first + chunk].tobytes():
+                raise _Differs(f"{spec.path}: chunk {chunk} does not have its digest")
+        yield spec, b"".join(pieces)

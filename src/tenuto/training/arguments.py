@@ -12,10 +12,12 @@ from tenuto.errors import PolicyConflict, UsageError
 from tenuto.model.ids import run_key
 from tenuto.policy import every, keep, on
 from tenuto.policy import keep as keeping
+from tenuto.policy.encoding import Encoding, encoding_of
 from tenuto.policy.keep import Best, KeepPolicy, Union
 from tenuto.policy.numbers import metric_name, min_or_max
 from tenuto.policy.save import EveryStall, OnImprove, SavePolicy, parts_of
 from tenuto.repo.best import BestSelector, Mode
+from tenuto.repo.keys import KeySource
 from tenuto.repo.refs import check_tag, is_name
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.frameworks import find_snapshot
@@ -42,6 +44,8 @@ class Settings:
     wait_for_owner_s: float | None
     memory: SavePolicy | None
     memory_budget: int | None
+    encoding: Encoding
+    key: KeySource | None
     fenced: bool
     ranks_timeout_s: float
     ranks_silence_s: float
@@ -67,6 +71,8 @@ class Settings:
         wait_for_owner: float | None,
         memory: object,
         memory_budget: object,
+        encoding: object,
+        key: KeySource | None,
         capture: object,
         ranks_timeout: float,
         ranks_silence: float,
@@ -97,7 +103,7 @@ class Settings:
             run=run,
             save=policy,
             keep=kept,
-            resume_from=_resume_from(resume_from),
+            resume_from=checked_start(resume_from),
             in_flight=count(in_flight, "in_flight=", least=1),
             on_busy=cast("OnBusy", _one_of(("wait", "skip"), "on_busy", on_busy)),
             on_error=cast("OnError", _one_of(("warn", "raise"), "on_error", on_error)),
@@ -105,6 +111,8 @@ class Settings:
             wait_for_owner_s=None if wait_for_owner is None else seconds(wait_for_owner, "wait_for_owner="),
             memory=_memory_policy(memory),
             memory_budget=_memory_budget(memory_budget),
+            encoding=encoding_of(encoding),
+            key=key,
             fenced=_one_of(("eager", "fenced"), "capture", capture) == "fenced",
             ranks_timeout_s=seconds(ranks_timeout, "ranks_timeout="),
             ranks_silence_s=seconds(ranks_silence, "ranks_silence="),
@@ -125,6 +133,7 @@ class Settings:
             "resume_from": str(self.resume_from),
             "in_flight": str(self.in_flight),
             "on_busy": self.on_busy,
+            "encoding": str(self.encoding),
             "capture": "fenced" if self.fenced else "eager",
         }
 
@@ -190,7 +199,8 @@ def _one_of(known: tuple[str, str], what: str, value: object) -> object:
     return value
 
 
-def _resume_from(value: object) -> ResumeFrom:
+def checked_start(value: object) -> ResumeFrom:
+    """Returns `value` if it can say where training starts; else raises UsageError."""
     if isinstance(value, str):
         sensible = BestSelector.parse(value) is not None or is_name(value) or "/" in value
     else:
@@ -351,9 +361,12 @@ class ArgumentAliases:
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns each metric as a float (a tensor of one element too). UsageError names one that is no number."""
+    """Returns each metric that is not None as a float (a tensor of one element too). UsageError names one that is no
+    number."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
+        if value is None:
+            continue
         try:
             # A tensor's own item(): float() of one that requires gradients warns.
             item = getattr(value, "item", None)

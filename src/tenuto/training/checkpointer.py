@@ -6,17 +6,20 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 from tenuto.concurrency.interruption import undisturbed
 from tenuto.engine.read.choose import Restored
+from tenuto.engine.read.opened import Opened
 from tenuto.engine.save.handle import Save
 from tenuto.errors import ForkedProcess, UsageError
 from tenuto.events import AnySink, Emitter, listed
+from tenuto.policy.encoding import Encoding, Preset
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import SavePolicy
 from tenuto.ranks.contract import Ranks
 from tenuto.ranks.detection import find_ranks
+from tenuto.repo.keys import KeySource
 from tenuto.repo.lineage import latest
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.position.training_position import TrainingPosition
@@ -34,7 +37,7 @@ from tenuto.training.arguments import (
     count,
     tag_names,
 )
-from tenuto.training.exit_status import before_exit
+from tenuto.training.exit_status import before_exit, leaving_with
 from tenuto.training.loops import Batches, Epochs, Steps
 from tenuto.training.preemption import report_nothing_to_do, warn_of_epochs
 from tenuto.training.snapshot import check_platform
@@ -71,8 +74,8 @@ class Checkpointer:
     - `data`: the loader, whose position is saved too.
     - `save`: when: `every(...)`, `on.end()`, `on.signal()`, `on.improve(metric)`, `on.drop(metric, by=)`, combined
       with `|`. By default `every(minutes=10) | on.end() | on.signal()`.
-    - `keep`: what: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=)`, combined with `|`. By default
-      `keep.latest(3)`.
+    - `keep`: what: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=)`, `keep.daily(days)`, combined with
+      `|`. By default `keep.latest(3)`.
     - `resume_from`: "latest", a step, a tag, "best:val_loss" (see `load`), or None to start afresh. Whatever is not
       "latest" is what each start goes back to.
     - `in_flight`: how many saves may be in progress in the background, each with an image of the state's size in host
@@ -90,6 +93,12 @@ class Checkpointer:
       which saves are written too, and a restart on this machine resumes from it by itself. Of several ranks each seals
       what it holds, twice, at the same steps as the others, and all resume from there or none. None: never.
     - `memory_budget`: bytes of host memory that saving may use.
+    - `encoding`: how bytes are stored: "plain" as they are; "dedupe" writes only what the checkpoint before has not;
+      "small" also compresses it, without loss, and stores differences to the save before; "auto" compresses only where
+      that makes saves faster; or an `Encoding`.
+    - `key`: what opens the keys of a sealed repository (`tenuto key add`): a key file, `env:NAME`, or a function that
+      returns a key or a passphrase. None: what the environment has (`TENUTO_KEY_FILE`). All that is saved there is
+      sealed.
     - `capture`: "eager" copies the whole state before `save` returns; "fenced" copies what torch's optimizers own while
       the next forward and backward run, and the optimizer's step waits for the copy. Call `fence()` before code that
       writes these tensors by what torch does not count (`.data`, an array over their memory, a fused kernel of your
@@ -132,6 +141,8 @@ class Checkpointer:
         wait_for_owner: float | None = None,
         memory: SavePolicy | None = None,
         memory_budget: int | None = None,
+        encoding: Encoding | Preset = "plain",
+        key: KeySource | None = None,
         capture: Capture = "eager",
         ranks: Ranks | None = None,
         ranks_timeout: float = 600.0,
@@ -165,6 +176,8 @@ class Checkpointer:
             wait_for_owner=wait_for_owner,
             memory=memory,
             memory_budget=memory_budget,
+            encoding=encoding,
+            key=key,
             capture=capture,
             ranks_timeout=ranks_timeout,
             ranks_silence=ranks_silence,
@@ -177,6 +190,24 @@ class Checkpointer:
         self.prewarm_s = self._training.prewarm_s
         """Seconds that planning and taking memory took; 0 with several ranks."""
         self._withdraw = before_exit(_weakly(self._training))
+
+    @classmethod
+    def from_config(
+        cls, state: Mapping[str, Any], path: str | os.PathLike[str] | None = None, **overrides: Any
+    ) -> Self:
+        """Returns the Checkpointer that a settings file says: `path`, else the one that the environment variable
+        TENUTO_CONFIG names, else the first `tenuto.toml` from the working directory upwards.
+
+        Variables such as TENUTO_SAVE__STEPS override the file, and `overrides`, which are arguments of a Checkpointer
+        (`data=loader`, `run="b"`), override both, argument by argument. [Settings](settings.md) lists every key.
+        Relative paths begin in the directory of the file.
+
+        Raises UsageError, naming file and line, for keys that do not exist and for values that make no sense.
+        """
+        from tenuto.training.config.document import document, find
+        from tenuto.training.config.objects import arguments
+
+        return cls(**{"state": state, **arguments(document(find(path)), overrides.keys()), **overrides})
 
     @property
     def step(self) -> int:
@@ -198,10 +229,13 @@ class Checkpointer:
         return self._training.saving.stats() if self._training is not None else Stats()
 
     def restore(self, *, strict: bool = True) -> Restored | None:
-        """Restores what `resume_from` says, once; None if there is nothing to restore.
+        """Restores what `resume_from` says, or what `peek` has shown, once; None if there is nothing to restore.
 
         `strict=False` restores what fits where the state's structure has changed, and leaves the rest as it is:
         `Restored.left` names it.
+
+        Entries that are `tenuto.late()` are left alone; called once more when they are there, before the first step, it
+        fills them from the same checkpoint.
 
         Reads only: the run is claimed by `steps`, `epochs`, `step_done` or `save`. In a loop of your own, call
         `restore_random_state` where its first step begins, if anything draws before it. An earlier Checkpointer of this
@@ -215,6 +249,32 @@ class Checkpointer:
             restored = training.claiming.restore(strict=strict)
             training.claiming.report()
             return restored
+
+    def peek(self) -> Opened | None:
+        """Opens the checkpoint that `restore` will take, before it touches anything; None if there is none.
+
+        For a trainer that needs its counters before its objects exist: `peek().step`, `peek().plain("trainer")`. Every
+        byte is verified, so what is damaged is passed over here, and `restore` takes this very checkpoint. What is read
+        of one in memory is closed once the run is claimed; of several ranks' it has plain values only. Every rank calls
+        it. Raises as `restore` does, and UsageError after it.
+        """
+        training = self._armed()
+        if training is None:
+            return None
+        with undisturbed:
+            return training.claiming.peek()
+
+    def prepare(self) -> None:
+        """Plans saves of the state as it is now, and takes the memory for them, so that the first save need not.
+
+        For a state with entries that came late (`tenuto.late`): building the Checkpointer does this where all are
+        there, and the first step where nothing has done it yet.
+        """
+        training = self._armed()
+        if training is not None:
+            with undisturbed:
+                training.prepare()
+                self.prewarm_s = training.prewarm_s
 
     def steps(self, n: int | None = None) -> Steps:
         """Replaces `range(n)`: `n` is the total, and a resumed run continues its count. Restores and claims when
@@ -274,8 +334,14 @@ class Checkpointer:
             if tags:
                 training.tag(tags)
 
-    def step_done(self, step: int | None = None, **metrics: Any) -> None:
+    def step_done(
+        self, step: int | None = None, *, epoch: int | None = None, epoch_ended: bool | None = None, **metrics: Any
+    ) -> None:
         """Completes a step, in a loop of your own; `step` is its number, else one more than the last.
+
+        `epoch_ended`: whether it was the last of its epoch, given at every step for `every(epochs=)` to save there.
+        `epoch`: the number of completed epochs, with this one if it ends here; by default each `epoch_ended` counts one
+        more. Metrics that are None are left out.
 
         Nothing here counts the batches that such a loop takes. Its position in the data is known only if `data`, or an
         entry of the state, counts by itself (`state_dict`, `load_state_dict`); else the certificate says that the
@@ -300,7 +366,8 @@ class Checkpointer:
                     subject="step_done",
                     hint="pass the number of completed steps; after ckpt.restore() continue from ckpt.step",
                 )
-            training.step_done(number, as_floats(metrics))
+            done = count(epoch, "step_done(epoch=)") if epoch is not None else None
+            training.step_done(number, as_floats(metrics), done, epoch_ended)
 
     def restore_random_state(self) -> None:
         """Restores the random generators once more: for a loop of your own, right before its first step.
@@ -354,9 +421,15 @@ class Checkpointer:
         if last is not None and last.error is not None:
             raise last.error
 
-    def close(self, timeout: float = CLOSE_DEADLINE_S) -> None:
-        """Waits for what is in flight, releases the run, restores signal handlers. May be called twice."""
-        self._close(timeout, ended_well=True)
+    def close(self, timeout: float = CLOSE_DEADLINE_S, *, failed: BaseException | None = None) -> None:
+        """Waits for what is in flight, releases the run, restores signal handlers. May be called twice.
+
+        failed: what has ended training, where a trainer reports it instead of raising it through `with`: then nothing
+        new is saved, and the other ranks hear of it.
+        """
+        if failed is not None and self._training is not None and not self._closed:
+            self._training.saving.group.broken_off(failed)
+        self._close(timeout, ended_well=failed is None)
 
     def latest_step(self) -> int | None:
         """Returns the committed step that `latest` means in this run now; None if there is none."""
@@ -370,9 +443,9 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._training is not None:
-            self._training.saving.group.broken_off(error)
-        self._close(CLOSE_DEADLINE_S, ended_well=error is None)
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
+            leaving_with(error.code)
+        self.close(failed=error)
 
     def __repr__(self) -> str:
         if self._training is None:

@@ -38,8 +38,9 @@ class ExitStatus:
 
 
 def leaving_with(code: int) -> None:
-    """Sets the status with which this process is about to exit (`Preempted` is raised), so that a failure does not hide
-    it. The status of a plain `sys.exit(3)` is unknown to a hook, and becomes 1 after a failure."""
+    """Sets the status with which this process is about to exit, as `Preempted` or a `sys.exit(3)` that leaves a
+    Checkpointer's `with` has it, so that a failure does not hide it. That of any other exit is unknown to a hook, and
+    becomes 1 after a failure."""
     _ending.code = code
 
 

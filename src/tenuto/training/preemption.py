@@ -73,7 +73,10 @@ def warn_of_epochs(saving: RunSaver) -> None:
     """Warns, in a loop that does not report the end of epochs, of policies that save there."""
     for part in parts_of(saving.policy):
         if isinstance(part, EveryEpochs):
-            saving.warn(f"{part!r} saves nothing here: only the loop of epochs() knows where one ends")
+            saving.warn(
+                f"{part!r} saves nothing here: only the loop of epochs() knows where one ends, or "
+                "one of your own that says ckpt.step_done(epoch_ended=…) after each step"
+            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,7 +195,10 @@ class SignalWatch:
             return
         for number in list(self._earlier):
             if signal.getsignal(number) == self._handle:
-                signal.signal(number, _take_out(self, number))
+                handler, passed = _beneath(self, number)
+                signal.signal(number, handler)
+                for watch in passed:  # only now: until then a signal may still come to this watch's handler
+                    watch._earlier.pop(number, None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         earlier = _live(self._earlier.get(number, signal.SIG_DFL), number)
@@ -262,12 +268,13 @@ def _live(handler: Handler, number: int) -> Handler:
     return handler
 
 
-def _take_out(watch: SignalWatch, number: int) -> Handler:
-    """Returns the handler to put back for `watch`; removes watches below it that were restored meanwhile."""
-    handler = watch._earlier.pop(number)
+def _beneath(watch: SignalWatch, number: int) -> tuple[Handler, list[SignalWatch]]:
+    """Returns the handler to put back for `watch`, with `watch` and those below it that were restored meanwhile."""
+    handler, passed = watch._earlier[number], [watch]
     while isinstance(below := getattr(handler, "__self__", None), SignalWatch) and below not in _installed:
-        handler = below._earlier.pop(number, signal.SIG_DFL)
-    return handler
+        handler = below._earlier.get(number, signal.SIG_DFL)
+        passed.append(below)
+    return handler, passed
 
 
 def _pass_on(handler: Handler, number: int, frame: FrameType | None) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.eligibility import Candidate
+from tenuto.engine.memory_tier.image_store import Image
 from tenuto.engine.memory_tier.memory_restore import MemoryRestore
 from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult, report_skipped
+from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult, Skipped, report_skipped
+from tenuto.engine.read.opened import Opened, open_checkpoint, open_image
+from tenuto.engine.read.peek import peeking
 from tenuto.engine.read.sharded_reader import PrivateEntry
 from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
-from tenuto.errors import TenutoError, in_words
-from tenuto.events import AttemptClaimed, Emitter, Event, Resumed, Warned
+from tenuto.errors import CorruptionError, RunInUse, TenutoError, UsageError, in_words
+from tenuto.events import AttemptClaimed, Emitter, Event, RestoredEvent, Resumed, Warned
 from tenuto.model import exactness
 from tenuto.model.exactness import EXACT
 from tenuto.model.ids import CheckpointId, run_key
@@ -24,18 +27,33 @@ from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, announced, claim, claim_newest
 from tenuto.repo.ownership.owner_watch import OwnerWatch
+from tenuto.repo.replicated.places import places_read
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import LateRead, Prepared
+from tenuto.state.declarations import Late
 from tenuto.state.position.training_position import Counters, TrainingPosition
 from tenuto.state.restore.match import match_state
+from tenuto.state.tree import KEYED, items, kind_of
 from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
 from tenuto.training.fresh_start import left_behind, warn_of_fresh_start
+from tenuto.training.tier_worker import TierWorker
 
 WRITING_S = 10.0
 """How long a Checkpointer waits for a save that an earlier one of this process was interrupted at."""
 AGAIN, CLAIMED = b"again", b"claimed"
 """The coordinator's broadcasts while it claims: all restore anew, or the run is claimed."""
+
+
+@dataclass(slots=True)
+class Peeked:
+    """What `peek` has found, and `restore` takes. id: None for nothing. image: the one in memory that it lies in."""
+
+    id: CheckpointId | None = None
+    newest: CheckpointId | None = None
+    skipped: tuple[Skipped, ...] = ()
+    opened: Opened | None = None
+    image: Image | None = None
 
 
 class RunClaim:
@@ -64,6 +82,12 @@ class RunClaim:
         self._emitter = emitter
         self._group = group
         self._restorer = group.restorer(repo, run, self._prepare, emitter)
+        self._looker = group.restorer(repo, run, self._prepare_peek, _without_restored(emitter))
+        self._filler = group.restorer(repo, run, self._prepare_late, _without_restored(emitter))
+        self._peeked: Peeked | None = None
+        self._late: list[str] = []
+        """Entries that the restored checkpoint has, and the state did not have at the restore."""
+        self._filled: dict[str, Any] = {}
         self._private: dict[str, Any] = {}
         self._counters = Counters()
         self.memory_restore = (
@@ -82,6 +106,7 @@ class RunClaim:
         self._strict = True
         self.on_restored: Callable[[], None] | None = None
         """Called when restoring is done, also where there was nothing to restore."""
+        self.tiers: TierWorker | None = None
         self.on_claimed: Callable[[Restored | None], None] | None = None
         """Called with what was restored, once the run is claimed."""
         self._outcome: list[Event] = []
@@ -101,18 +126,16 @@ class RunClaim:
 
     def restore(self, *, strict: bool | None = None) -> Restored | None:
         """Restores what `resume_from` says, once; returns None if there is nothing to restore. `strict=False` restores
-        what fits, also where another checkpoint has to be restored before the run is claimed."""
-        if not self.done:
+        what fits, also where another checkpoint has to be restored before the run is claimed. Once done, fills the
+        entries that were late at the restore."""
+        if self.done:
+            self._fill_late()
+        else:
             self._strict = self._strict if strict is None else strict
-            self._close_own()  # before the state, which may be its own, and the random generators are restored
-            self._watch = self._watch or OwnerWatch(self._repo, self._run)
-            self._newest = latest(self._repo, self._run, withdrawn=self._withdrawn)
-            memory = self.memory_restore
-            result = memory.restore(self._prepare) if memory is not None else None
-            result = result or self._restorer.resume(self._resume_from, withdrawn=self._withdrawn)
+            self._begin()
+            result, skipped = self._chosen() if self._peeked is None else self._restore_peeked(self._peeked)
             self.restored = None
             self._outcome = []
-            skipped = tuple(memory.skipped) if memory is not None else ()
             if result is not None:
                 result = replace(result, skipped=skipped + result.skipped)
                 self._begin_at(result)
@@ -130,6 +153,123 @@ class RunClaim:
             if self.on_restored is not None:
                 self.on_restored()
         return self.restored
+
+    def _begin(self) -> None:
+        self._close_own()  # before the state, which may be its own, and the random generators are restored
+        if self.tiers is not None and self._group.coordinates:
+            self.tiers.catch_up(self._resume_from)
+        self._watch = self._watch or OwnerWatch(self._repo, self._run)
+
+    def _chosen(self) -> tuple[RestoreResult | None, tuple[Skipped, ...]]:
+        memory = self.memory_restore
+        # The walk that chooses says what is the newest: listing the steps twice costs as many requests again.
+        chosen = memory is None and self._resume_from == "latest"
+        self._newest = None if chosen else latest(self._repo, self._run, withdrawn=self._withdrawn)
+        result = memory.restore(self._prepare) if memory is not None else None
+        result = result or self._restorer.resume(self._resume_from, withdrawn=self._withdrawn)
+        if chosen and result is not None:
+            self._newest = result.newest
+        return result, tuple(memory.skipped) if memory is not None else ()
+
+    # -- in two halves -------------------------------------------------------------------------------------------------
+
+    def peek(self) -> Opened | None:
+        """Returns the checkpoint that `restore` will restore, every byte of it verified; None where there is none."""
+        if self.done:
+            raise UsageError(
+                "peek() looks at what restore() is going to take, and it is restored already",
+                subject=self._run,
+                hint="call ckpt.peek() first; ckpt.restore() returns what was restored",
+            )
+        if self._peeked is None:
+            self._begin()
+            self._peeked = self._peek()
+        return self._peeked.opened
+
+    def _peek(self) -> Peeked:
+        memory, ranks = self.memory_restore, self._group.world_size
+        newest = latest(self._repo, self._run, withdrawn=self._withdrawn)
+        passed: tuple[Skipped, ...] = ()
+        if memory is not None:
+            found = memory.peek(partial(self._prepare_peek, verify=False))
+            passed = tuple(memory.skipped)
+            if found is not None:
+                candidate, result = found
+                image = memory.open(candidate)
+                opened = open_image(image.repo, result.id, candidate.footer.rank, of=candidate.footer.ranks)
+                return Peeked(result.id, newest, passed, opened, image)
+        durable = self._looker.resume(self._resume_from, withdrawn=self._withdrawn)
+        if durable is None:
+            return Peeked(None, newest, passed)
+        own = self._group.rank if len(durable.manifest.indexes) == ranks else None
+        opened = open_checkpoint(self._repo, durable.id, rank=own, emitter=self._emitter)
+        opened.skipped = passed + durable.skipped
+        return Peeked(durable.id, newest, opened.skipped, opened)
+
+    def _restore_peeked(self, peeked: Peeked) -> tuple[RestoreResult | None, tuple[Skipped, ...]]:
+        self._newest = peeked.newest
+        result = None
+        if peeked.image is not None:
+            assert self.memory_restore is not None
+            result = self.memory_restore.restore(self._prepare)
+            if result is None or result.id != peeked.id:
+                raise CorruptionError(
+                    f"{peeked.id} in memory was whole when peek() read it, and cannot be restored now",
+                    subject=str(peeked.id),
+                    hint="start again: what cannot be read is passed over then",
+                )
+        elif peeked.id is not None:
+            result = self._restorer.restore(peeked.id)
+        return result, peeked.skipped
+
+    def _fill_late(self) -> None:
+        """Fills the entries that have been put into the state since the restore."""
+        made = [name for name in self._late if type(self._state.get(name)) is not Late]
+        if not made:
+            return
+        assert self.restored is not None
+        self._filled = {name: self._state[name] for name in made if name in self._state}
+        if self.restored_image is not None:
+            assert self.memory_restore is not None
+            result = self.memory_restore.restore(self._prepare_late)
+        else:
+            result = self._filler.restore(self.restored.checkpoint.id)
+        if result is None or result.id != self.restored.checkpoint.id:
+            raise CorruptionError(
+                f"{self.restored.checkpoint.id} was restored, and its {made[0]!r} cannot be read now",
+                subject=made[0],
+                hint="start again: what cannot be read is passed over then",
+            )
+        for name, value in self._filled.items():
+            if self._state[name] is not value:
+                assert isinstance(self._state, MutableMapping)
+                self._state[name] = value
+        self._late = [name for name in self._late if name not in made]
+        report, more = self.restored.report, result.report
+        self.restored = replace(
+            self.restored,
+            report=replace(
+                report,
+                restored=report.restored + more.restored,
+                created=report.created + more.created,
+                missing=report.missing + more.missing,
+                unexpected=report.unexpected + more.unexpected,
+                mismatched=report.mismatched + more.mismatched,
+                notes=report.notes + more.notes,
+            ),
+        )
+        self._position.restore_random_state()  # what made the objects may have drawn
+
+    def _refuse_late(self) -> None:
+        for name in self._late:
+            still = type(self._state.get(name)) is Late
+            how = "is still late" if still else "was late at the restore, and what took its place is not restored"
+            raise UsageError(
+                f"the entry {name!r} of the state {how}: the checkpoint that training resumes from has it, and "
+                "counting or saving now would lose it",
+                subject=name,
+                hint=f"{f'state[{name!r}] = …, then ' if still else ''}ckpt.restore() once more, before the first step",
+            )
 
     def report(self) -> None:
         """Says once where the run resumes from and what it leaves behind. A loop says it after the claim: a run that
@@ -160,7 +300,13 @@ class RunClaim:
 
     def claim(self) -> Attempt:
         """Claims the run for this process and the other ranks, from what was restored. If `latest` means another
-        checkpoint by then, restores that and claims the run anew."""
+        checkpoint by then, restores that and claims the run anew. Raises UsageError for late entries that the
+        checkpoint has."""
+        self._refuse_late()
+        if self._peeked is not None and self._peeked.image is not None:
+            assert self._peeked.opened is not None
+            self._peeked.opened.close()  # its slot will be written to
+            self._peeked.image.close()
         attempt = self._claim_for_all() if self._group.coordinates else self._await_claim()
         try:
             self._group.check_claim_visible(attempt)
@@ -222,6 +368,12 @@ class RunClaim:
             )
         else:
             attempt = claim(self._repo, self._run, self.parent, **options)
+        if self.tiers is not None:
+            try:
+                self.tiers.announce(attempt)
+            except BaseException:
+                attempt.release()
+                raise
         self._emitter.emit(AttemptClaimed(self._run, attempt.number, attempt.parent))
         return attempt
 
@@ -243,6 +395,13 @@ class RunClaim:
             earlier.close_replaced()
 
     def _restore_anew(self) -> tuple[CheckpointId | None, CheckpointId | None]:
+        if self._peeked is not None:
+            raise RunInUse(
+                f"another process committed {latest(self._repo, self._run)} after peek() had read "
+                f"{self._peeked.id or 'that there is nothing'}",
+                subject=self._run,
+                hint="start again, which resumes from there",
+            )
         with self._claims() as round:
             round.broadcast(AGAIN)
         self.done = False
@@ -251,7 +410,8 @@ class RunClaim:
 
     def _resumed(self, result: RestoreResult) -> Resumed:
         image = self.restored_image
-        where, age_s = self._repo.url, None if image is None else image.footer.age_s
+        read = places_read(self._repo.store, result.id.directory)
+        where, age_s = " and ".join(read) or self._repo.url, None if image is None else image.footer.age_s
         base = None if image is None else image.verdict.base
         return Resumed(result.id, where, result.bytes, result.seconds, age_s, base, self._verdict())
 
@@ -274,6 +434,7 @@ class RunClaim:
         self._counters = Counters.of(manifest)  # before anything is touched: an unreadable manifest is skipped
         # Empty mappings accept whatever the checkpoint has: positions and random states know their own form.
         self._private = {"data": {}, "random": {}}
+        self._late = [name for name in self._entries_of(manifest) if type(self._state.get(name)) is Late]
         prepared = match_state(
             manifest.tree,
             leaves.private,
@@ -289,5 +450,33 @@ class RunClaim:
             prepared.other_rank = LateRead(random.needs, partial(self._take_random, random))
         return prepared
 
+    def _prepare_late(self, manifest: Manifest, leaves: CheckpointLeaves) -> Prepared:
+        return match_state(
+            manifest.tree,
+            leaves.private,
+            leaves.specs,
+            self._filled,
+            within=self._state,
+            strict=self._strict,
+            apart=self._group.world_size > 1,
+        )
+
+    def _prepare_peek(self, manifest: Manifest, leaves: CheckpointLeaves, verify: bool = True) -> Prepared:
+        Counters.of(manifest)
+        group = self._group
+        # Each node has its own data files there, of which a rank reads what it holds: that is not known yet.
+        verify = verify and not group.spread
+        return peeking(self._repo, manifest, leaves, rank=group.rank, of=group.world_size, verify=verify)
+
+    @staticmethod
+    def _entries_of(manifest: Manifest) -> list[str]:
+        tree = manifest.tree
+        return [key for key, _ in items(tree) if type(key) is str] if kind_of(tree) in KEYED else []
+
     def _take_random(self, entry: PrivateEntry) -> None:
         self._private["random"] = entry.read()
+
+
+def _without_restored(emitter: Emitter) -> Emitter:
+    """Returns an emitter of everything but that a checkpoint was restored: the restore itself says so, once."""
+    return Emitter((lambda event: None if isinstance(event, RestoredEvent) else emitter.emit(event),))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from tenuto.concurrency.worker_threads import lower_priority
+from tenuto.concurrency.background_rounds import BackgroundRounds
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.errors import TenutoError
 from tenuto.events import Emitter
@@ -16,15 +16,19 @@ from tenuto.maintenance.gc import free_expired
 from tenuto.maintenance.replica_tidy import tidy_replicas
 from tenuto.maintenance.retention import execute, plan_retention
 from tenuto.model.ids import CheckpointId
-from tenuto.policy.keep import KeepPolicy
 from tenuto.repo.catalog import Catalog
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
+from tenuto.training.tier_worker import TierWorker
 
 PUT_OFF: Final = 256
 """A round judges every checkpoint that is kept. So that its cost for each save does not grow with their number, one
 follows each commit of a run that keeps fewer than this, every second commit where twice as many are kept, and so on."""
+
+TOGETHER: Final = 8
+"""On a remote store a round waits until one checkpoint goes for so many that stay: it takes as many requests for one as
+for a few."""
 
 TRASH_EVERY_S: Final = 3600.0
 """A round looks into the trash, to free what retention put there a day ago, once in so many seconds, and so does the
@@ -38,16 +42,16 @@ class RetentionWorker:
     def __init__(
         self,
         repo: Repo,
-        keep: KeepPolicy,
         *,
         emitter: Emitter,
         warn: Callable[[str], None],
         group: RankGroup,
+        tiers: TierWorker,
     ) -> None:
         """The coordinator of `group` removes for all, and one rank of each node cleans its places; the others do
-        nothing."""
-        self.keep = keep
-        self._retains = group.coordinates and not keep.keeps_all()
+        nothing. `tiers`: says what is kept; what it fills is not removed yet."""
+        self._tiers = tiers
+        self._retains = group.coordinates and (tiers.limits or not tiers.keep.keeps_all())
         self._spread = places_of(repo.store) is not None
         self._leads = self._spread and group.leads
         self._repo = repo
@@ -58,13 +62,15 @@ class RetentionWorker:
         self._warn = warn
         self._round = threading.Lock()
         self._state = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._again = False
+        self._rounds = BackgroundRounds("tenuto-retention", self._begun)
+        self._attempt: Attempt | None = None
         self._looked_into_trash: float | None = None
         self._step = 0
         """The last committed step."""
+        self._everything = False
+        """Whether the next round removes also what would wait for more to go."""
         self._put_off: tuple[Attempt, int] | None = None
-        """The attempt of the commits that no round has followed yet, and their number."""
+        """The attempt of the commits that no round has followed yet, or not to the end, and their number."""
 
     def after_commit(self, attempt: Attempt, step: int) -> None:
         """Begins a round, or another one after the round that is under way. In a run of many checkpoints not after each
@@ -78,38 +84,46 @@ class RetentionWorker:
         if self._leads or waiting > self._catalog.known // PUT_OFF:
             self._begin(attempt)
 
-    def _begin(self, attempt: Attempt) -> None:
+    def _begin(self, attempt: Attempt, *, everything: bool = False) -> None:
         with self._state:
             self._put_off = None
-            if self._thread is not None:
-                self._again = True
-                return
-            self._thread = threading.Thread(target=self._rounds, args=(attempt,), name="tenuto-retention", daemon=True)
-            try:
-                self._thread.start()
-                return
-            except RuntimeError:  # the interpreter is shutting down, and starts no more threads
-                self._thread = None
-        self.now(attempt)
+            self._everything = self._everything or everything
+            self._attempt = attempt
+        if not self._rounds.wake():
+            self.now(attempt)
 
-    def now(self, attempt: Attempt, *, everybody: bool = False) -> int:
+    def _begun(self) -> None:
+        with self._state:
+            attempt, everything, self._everything = self._attempt, self._everything, False
+        assert attempt is not None, "a commit has begun it"
+        self.now(attempt, everything=everything)
+
+    def now(self, attempt: Attempt, *, everybody: bool = False, everything: bool = True) -> int:
         """Runs one round in this thread; returns how many checkpoints went. A failure is a warning: the next commit
-        tries again. `everybody`: a rank that needs room on its node cleans its places itself."""
+        tries again. `everybody`: a rank that needs room on its node cleans its places itself. `everything`: also what
+        would wait for more to go."""
         with self._round:
             try:
-                return self._retain(attempt) + self._clean_places(attempt, everybody=everybody)
+                return self._retain(attempt, everything=everything) + self._clean_places(attempt, everybody=everybody)
             except Exception as error:  # noqa: BLE001 - a policy of the user's may raise anything; training goes on
                 reason = error.message if isinstance(error, TenutoError) else repr(error)
                 self._warn(f"retention of run {attempt.run!r} did not finish: {reason}")
                 return 0
 
-    def _retain(self, attempt: Attempt) -> int:
+    def _retain(self, attempt: Attempt, *, everything: bool) -> int:
         if not self._retains:
             return 0
-        removed = 0
+        removed, remote = 0, self._repo.store.capabilities.remote
         for _ in range(2):
-            plan = plan_retention(self._repo, attempt, self.keep, self._catalog)
-            removed += len(execute(self._repo, attempt, plan, emitter=self._emitter, catalog=self._catalog))
+            policy, copying = self._tiers.policy(), self._tiers.copying
+            plan = plan_retention(self._repo, attempt, policy, self._catalog, copying=copying)
+            going = len(plan.dropped)
+            if not everything and remote and 0 < going < (len(plan.verdicts) - going) // TOGETHER:
+                with self._state:
+                    self._put_off = self._put_off or (attempt, 0)
+                break
+            gone = execute(self._repo, attempt, plan, emitter=self._emitter, catalog=self._catalog, copying=copying)
+            removed += len(gone)
             if not self._catalog.plan_again:
                 break
         return removed + self._empty_trash(attempt)
@@ -119,7 +133,7 @@ class RetentionWorker:
         if self._looked_into_trash is not None and now < self._looked_into_trash + TRASH_EVERY_S:
             return 0
         self._looked_into_trash = now
-        return len(free_expired(self._repo, attempt.run, by="retention"))
+        return len(free_expired(self._repo, attempt.run, by="retention", catalog=self._catalog))
 
     def _clean_places(self, attempt: Attempt, *, everybody: bool) -> int:
         if not (self._leads or (everybody and self._spread)):
@@ -129,36 +143,12 @@ class RetentionWorker:
     def join(self, timeout: float | None) -> bool:
         """Begins the round that was put off, and waits for what is under way; returns False if that has not ended after
         `timeout` seconds."""
-        put_off = self._put_off
-        if put_off is not None:
-            self._begin(put_off[0])
         until = None if timeout is None else time.monotonic() + timeout
-        while (thread := self._started()) is not None and thread is not threading.current_thread():
-            thread.join(None if until is None else max(until - time.monotonic(), 0.0))
-            if thread.is_alive():
+        while True:
+            put_off = self._put_off
+            if put_off is not None:
+                self._begin(put_off[0], everything=True)
+            if not self._rounds.join(None if until is None else max(until - time.monotonic(), 0.0)):
                 return False
-            with self._state:
-                if self._thread is thread:  # it ended without clearing this
-                    self._thread = None
-        return True
-
-    def _started(self) -> threading.Thread | None:
-        """Returns the thread of the round that is under way. Whoever is just starting it holds the lock."""
-        with self._state:
-            return self._thread
-
-    def _rounds(self, attempt: Attempt) -> None:
-        lower_priority()
-        try:
-            while True:
-                self.now(attempt)
-                with self._state:
-                    if not self._again:
-                        self._thread = None
-                        return
-                    self._again = False
-        finally:
-            # Whatever ends this thread, the next commit begins another; one that has begun since stays.
-            with self._state:
-                if self._thread is threading.current_thread():
-                    self._thread = None
+            if self._put_off is None:
+                return True

@@ -30,7 +30,9 @@ class _Owner(NamedTuple):
 _live: dict[Key, _Owner] = {}
 _writing: dict[Key, Callable[[float], bool]] = {}
 """What waits for the saves of a session that was closed before they had ended: by an interrupt, or in a slow store."""
-_lock = threading.Lock()
+# A handler that raises just behind the acquisition leaves the lock taken: the thread that closes then must not wait for
+# itself.
+_lock = threading.RLock()
 
 
 def live(key: Key) -> RunOwner | None:

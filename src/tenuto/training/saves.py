@@ -27,14 +27,17 @@ from tenuto.errors import (
     SaveTorn,
     StateError,
     TenutoError,
+    UsageError,
 )
 from tenuto.events import Emitter, Event, SaveDelayed, SaveFailedEvent, SaveSkipped
 from tenuto.model import canonical_json
-from tenuto.model.ids import CheckpointId
+from tenuto.model.ids import CheckpointId, run_key
+from tenuto.policy.encoding import Encoding
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
+from tenuto.repo.keys import unlock
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.replicated.places import report_to
+from tenuto.repo.replicated.places import all_places, followers_of, report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
@@ -43,6 +46,20 @@ from tenuto.training.exit_status import ExitStatus
 from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, UnloggedMetrics
 from tenuto.training.retention_worker import RetentionWorker
 from tenuto.training.stats import SaveTotals, Stats
+from tenuto.training.tier_worker import TierWorker
+
+
+def _possible(encoding: Encoding, repo: Repo) -> Encoding:
+    """Raises UsageError for an encoding in a repository of several places: each of them would need the packs of every
+    checkpoint that one rests on."""
+    if not (encoding.plain and repo.keys is None) and len(all_places(repo.store)) + len(followers_of(repo.store)) > 1:
+        raise UsageError(
+            f"{repo.url} has several locations, and checkpoints that are encoded or sealed lie in one",
+            subject="encoding",
+            hint="encoding='plain', or one place alone",
+        )
+    return encoding
+
 
 # --------------------------------------------------------------------------------------------------
 # Whether a save that is due may be taken: at once, when one before has ended, or not at all.
@@ -168,7 +185,8 @@ class RunSaver:
         self.group = group
         self._coordinates = group.coordinates
         self._divided_policy = split_by_agreement(settings.save)
-        self.retention = RetentionWorker(repo, settings.keep, emitter=emitter, warn=self.report, group=group)
+        self.tiers = TierWorker(repo, run_key(run), settings.keep, emitter=emitter, report=self.report, group=group)
+        self.retention = RetentionWorker(repo, emitter=emitter, warn=self.report, group=group, tiers=self.tiers)
         self._on_error = settings.on_error
         self._emitter = emitter
         self.memory: MemoryCadence | None = None
@@ -185,6 +203,7 @@ class RunSaver:
                 warn=self.report,
                 group=group,
             )
+        unlock(repo, settings.key, writing=True)
         protocol = group.protocol(repo)
         self.saver = Saver(
             repo,
@@ -198,6 +217,7 @@ class RunSaver:
             memory=self.memory.written_from if self.memory is not None else None,
             beside=self.memory.tier if self.memory is not None else None,
             protocol=protocol,
+            encoding=_possible(settings.encoding, repo),
         )
         self.admission = SaveAdmission(
             self.saver, run, emitter, skip=settings.on_busy == "skip", group=group, missed=protocol.missed
@@ -254,6 +274,7 @@ class RunSaver:
         self.first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
         self.totals.begin()
+        self.tiers.begin(attempt)
         if restored is not None:
             self.last = Save(restored, "", reason="restored")
             self.last.end()
@@ -466,7 +487,7 @@ class RunSaver:
     def _judging(self) -> KeepPolicy | None:
         """The policy that judges the saves of this process, once there is one."""
         saved = self.last is not None and self.last.reason != "restored"
-        return self.retention.keep if saved else None
+        return self.tiers.keep if saved else None
 
     def give_back(self, timeout: float) -> None:
         """Writes the notes that are left and gives run and memory back, within `timeout` seconds. Raises errors of the
@@ -500,6 +521,8 @@ class RunSaver:
         self.exit_status.clear()
         self._notes.write()
         if self.attempt is not None:
+            self.attempt.committed(save.step)
+            self.tiers.after_commit(save.id, save.bytes)  # first: retention asks what is being copied
             self.retention.after_commit(self.attempt, save.step)
 
     def _fail(self, error: TenutoError) -> None:

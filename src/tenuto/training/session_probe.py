@@ -54,7 +54,7 @@ def session_probe(rank: int, world_size: int) -> SessionProbe | None:
 def known_proof(repo: Repo, snapshots: Snapshots) -> Mapping[str, Json] | None:
     """Returns what `tenuto certify` has proven of this process's script, if anything. One listing where it has proven
     nothing in this repository."""
-    if not repo.store.children(object_names.PROOFS).directories:
+    if not repo.had(object_names.PROOFS):
         return None
     from tenuto.certify.proof import proof_of_running  # of no use to most trainings
 

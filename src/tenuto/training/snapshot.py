@@ -22,6 +22,7 @@ from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
 from tenuto.repo.best import MODES
 from tenuto.state.contract import Flattened
+from tenuto.state.declarations import Late
 from tenuto.state.encode.flattener import Flattener
 from tenuto.state.frameworks import loaded
 from tenuto.state.position.positions import DataPosition
@@ -111,13 +112,14 @@ GIT_DEADLINE_S: Final = 2.0
 @dataclass(frozen=True, slots=True)
 class Findings:
     """A framework's findings. reasons: why a resume is not exact; caveats: why it may not be; unknown: what is out of
-    sight and usually matters."""
+    sight and usually matters; counted: whether an entry of the state has the position in the data."""
 
     reasons: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+    counted: bool = False
 
 
 UNCOUNTED: Final = (
@@ -156,6 +158,7 @@ def certificate(
     if proof is not None:  # what certify has tried: the optimizer, if any, was made anew, and it changed nothing
         caveats, unknown = caveats + unknown, []
     past: list[str] = []
+    counted = any(one.counted for one in found)
     if position is None:
         iterated = sorted({name for _, module in loaded("iteration") for name in module.iterated(state)})
         past = sorted({*iterated, *_begun(state, since or {})})
@@ -165,13 +168,16 @@ def certificate(
             )
         elif past:
             unknown.append(f"training has iterated {', '.join(past)}, and no data= was given to count its batches")
-        else:
+        elif not counted:
             caveats.append("no data= was given, so the position in the data is not covered")
     elif uncounted:
         reasons.append(UNCOUNTED)
     else:
         reasons += position.reasons
         caveats += position.caveats
+    late = [str(name) for name, value in state.items() if type(value) is Late]
+    reasons += [f"the entry {name!r} is still tenuto.late(), and is not saved" for name in late]
+    covered = counted if position is None else position.exact and not uncounted
     generators = ["python", "numpy", *(framework.name for framework, _ in loaded("rng"))]
     versions: dict[str, Any] = {"tenuto": __version__, "python": platform.python_version(), "numpy": np.__version__}
     settings: dict[str, Any] = {}
@@ -184,10 +190,10 @@ def certificate(
         "caveats": caveats,
         "uncounted": past,
         "covers": [
-            *(str(name) for name in state),
+            *(str(name) for name in state if str(name) not in late),
             "step and epoch",
             *(f"random generators of {name}" for name in generators),
-            *(["position in the data"] if position is not None and position.exact and not uncounted else []),
+            *(["position in the data"] if covered else []),
         ],
         "leaves_out": list(NOT_COVERED),
         "settings": settings,
@@ -291,7 +297,7 @@ class Snapshots:
         self._policies = {name: dict(found) for name, found in (("watches", watched), (MODES, modes)) if found}
         self._position = position
         self._private: dict[str, Any] = {}
-        self._flattener = Flattener(state, private=self._private)
+        self._flattener = Flattener(state, private=self._private, rank=position.rank)
         self._environment: dict[str, Json] | None = None
         self._since = follow_loaders()
         self.proof: Mapping[str, Json] | None = None
@@ -388,7 +394,9 @@ def _entries(flattened: Flattened, besides: Container[str]) -> list[tuple[Any, J
 
 def _mark(spec: LeafSpec, source: Any) -> Any:
     """Returns what changes when a source does: a tensor's own counter, or a digest of the bytes. A position's tensors
-    are made anew each time, so that their counters show nothing."""
+    are made anew each time, so that their counters show nothing. What cannot change is a mark by itself."""
+    if getattr(source, "immutable", False):
+        return source
     if counts_changes(source) and _entry(spec) != DATA:
         return (source.data_ptr(), source._version)
     return _content(source)

@@ -1,4 +1,5 @@
-"""Numbers in the state that look like counts and do not count: `{"epoch": 0}`, the habit of `torch.save`.
+"""What looks as if it were saved and never changes: numbers that look like counts and do not count, as
+`{"epoch": 0}`, the habit of `torch.save`, and immutable arrays that nobody replaces.
 
 A number is saved as it is when a save is taken, and nothing but the user's own assignment changes it. Only names that
 cannot mean anything else are looked at, and only where training has moved on by far more than such a count may lag
@@ -8,7 +9,8 @@ while it is 0, since `{"step": 30}` may be when a schedule changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +20,10 @@ LEAST_EPOCHS: Final = 2
 """Completed epochs between two saves: within one epoch, its number stays."""
 LEAST_STEPS: Final = 100
 """Completed steps between two saves: updates may be counted, of several batches each."""
+
+
+SAME_ARRAYS_STEPS: Final = 10
+"""Completed steps between two saves with the same immutable arrays: a step or two may leave its update out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,7 @@ class StaleCounts:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
+        self._arrays = _StaleArrays()
         self._waiting: dict[tuple[str, ...], _Seen | None] = {
             keys: None
             for keys, value in _entries(state)
@@ -39,9 +46,12 @@ class StaleCounts:
             if len(keys) == 1 or keys[-1] in EPOCHS or value == 0
         }
 
-    def check(self, step: int, epoch: int) -> str | None:
-        """Returns a warning about a count that has not changed since an earlier save, though training has; each once.
-        `step` and `epoch`: how many are completed."""
+    def check(self, step: int, epoch: int, sources: Sequence[Any] = ()) -> str | None:
+        """Returns a warning about a count that has not changed since an earlier save, though training has, or about
+        arrays that nobody has replaced; each once. `step` and `epoch`: how many are completed; `sources`: of the
+        state's leaves."""
+        if arrays := self._arrays.check(sources, step):
+            return arrays
         if not self._waiting:
             return None
         values = dict(_entries(self._state))
@@ -77,3 +87,34 @@ def _warning(keys: tuple[str, ...], value: Any, passed: str) -> str:
         f"{entry} is {value!r} as it was {passed} ago: a number is saved as it is, and nothing counts it. Leave it out "
         f"and read {count}, assign {entry} = … in the mapping that you passed, or keep it in an object with state_dict"
     )
+
+
+class _StaleArrays:
+    """Notices that no array of a state of immutable arrays is ever replaced: what a step has made was not assigned."""
+
+    def __init__(self) -> None:
+        self._seen: Sequence[weakref.ref[Any]] = ()
+        self._step = 0
+        self._done = False
+
+    def check(self, sources: Sequence[Any], step: int) -> str | None:
+        """Returns a warning, once, if these sources of a save hold the same arrays of one several steps ago."""
+        if self._done:
+            return None
+        held = [source.array for source in sources if getattr(source, "immutable", False)]
+        if not held or len(held) != len(self._seen):
+            self._note(held, step)
+            return None
+        same = all(seen() is array for seen, array in zip(self._seen, held, strict=True))
+        if not same:
+            self._done = True  # they are replaced, by whoever trains
+        elif step - self._step >= SAME_ARRAYS_STEPS:
+            self._done = True
+            return (
+                f"the state holds the same arrays as {step - self._step} steps ago: JAX makes new arrays at each step, "
+                "and only those are saved that you assign in the mapping that you passed, state['train'] = …"
+            )
+        return None
+
+    def _note(self, held: Sequence[Any], step: int) -> None:
+        self._seen, self._step = [weakref.ref(array) for array in held], step

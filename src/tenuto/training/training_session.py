@@ -19,6 +19,7 @@ from tenuto.events import Emitter
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.policy.save import Moment
 from tenuto.ranks.contract import Ranks
+from tenuto.state.declarations import Late
 from tenuto.state.position.training_position import TrainingPosition
 from tenuto.store.contract import Where
 from tenuto.training import fresh_start, run_registry
@@ -38,7 +39,7 @@ GIVE_BACK_S = 20.0
 STOPPED = "stop() was called"
 COUNTED_FORMS = (
     "Take them from ckpt.batches, inside ckpt.steps(n) or ckpt.epochs(n); in a loop of your own pass data that counts "
-    "by itself, with state_dict and load_state_dict"
+    "by itself and iterate that: tenuto.torch.resumable(loader), or anything with state_dict and load_state_dict"
 )
 
 
@@ -70,6 +71,7 @@ class TrainingSession:
         self.prewarm_s = 0.0
         """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was restored
         when training begins."""
+        self._prepared = self._fenced = False
         self._probe = probe
         self._snapshots = snapshots
         self._preemption = PreemptionHandler(self._signal_came, catch=catch)
@@ -117,10 +119,11 @@ class TrainingSession:
             claiming = RunClaim(repo, settings, state, position, emitter=emitter, group=group, memory=tier)
             catch = settings.save.catches_signals
             session = cls(run, position, snapshots, saving, claiming, catch=catch, probe=probe)
-            session.prewarm_s = saving.prewarm(snapshots.now)
             claiming.on_claimed = saving.expect
-            if settings.fenced:
-                saving.capture_fenced(state)
+            claiming.tiers = saving.tiers
+            session._fenced = settings.fenced
+            if not any(type(value) is Late for value in state.values()):  # else once they are there
+                session.prepare()
             if group.coordinates:
                 snapshots.proof = known_proof(repo, snapshots)
             if probe is not None:
@@ -142,6 +145,13 @@ class TrainingSession:
     @property
     def key(self) -> run_registry.Key:
         return (self.saving.repo.id, run_key(self.run))
+
+    def prepare(self) -> None:
+        """Plans saves of the state as it is now, and takes memory for them."""
+        self._prepared = True
+        self.prewarm_s += self.saving.prewarm(self._snapshots.now)
+        if self._fenced:
+            self.saving.capture_fenced(self._snapshots.state)
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
@@ -169,6 +179,8 @@ class TrainingSession:
             claiming.restore()
         attempt = claiming.claim()
         claiming.report()
+        if not self._prepared:
+            self.prepare()
         run_registry.register(self.key, self, checkpointer)
         parent, image = claiming.parent, claiming.restored_image
         since_s = image.footer.saved_us / 1e6 if image is not None else None
@@ -256,17 +268,27 @@ class TrainingSession:
         self.saving.saver.release_fence()
         self._mark_state()
 
-    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Completes a step of a loop of the user's own."""
+    def step_done(self, step: int, metrics: Mapping[str, float], told: int | None, epoch_ended: bool | None) -> None:
+        """Completes a step of a loop of the user's own. `epoch_ended`: None in a loop that does not say."""
+        counters = self.position.counters
+        epoch = counters.epoch + bool(epoch_ended) if told is None else told
+        if epoch < counters.epoch:
+            raise UsageError(
+                f"epoch {epoch} is below the completed ones, {counters.epoch}",
+                subject="step_done",
+                hint="epoch= is the number of completed epochs, the one that this step ends among them",
+            )
         self.metrics = dict(metrics)
         self.saving.seen(metrics)
-        if not self._foreign_loop:
+        if not self._foreign_loop and epoch_ended is None:
             warn_of_epochs(self.saving)
         self._foreign_loop = True
-        self.position.counters.step = step - 1
+        if epoch_ended is not None or told is not None:
+            self.position.epochs_told = True
+        counters.step, counters.epoch = step - 1, epoch
         self.open = True
         self._late_metrics.clear()
-        self.complete_step()
+        self.complete_step(epoch_ended=bool(epoch_ended))
         self._late_metrics.mark()
 
     def _warn_of_uncounted_batches(self) -> None:
@@ -360,7 +382,7 @@ class TrainingSession:
         self._warn_of_uncounted_batches()
         flattened = self._snapshots.now()
         about = self._snapshots.about(parent=self._parent, metrics=self.metrics, reason=reason)
-        if stale := self._stale_counts.check(self.step, self.position.counters.epoch):
+        if stale := self._stale_counts.check(self.step, self.position.counters.epoch, flattened.sources):
             self.saving.warn(stale)
         return self.saving.take(
             flattened, self.step, about, wait=wait, must=must, handle=handle, eager=eager, due_s=due_s
@@ -438,6 +460,8 @@ class TrainingSession:
             self._end(spare, quietly=True)
             raise
         self._end(spare, well=ended_well)
+        if self.saving.attempt is not None:
+            self.saving.tiers.finish(max(until - time.monotonic(), 0.0))
         incomplete = self.open and self.saving.attempt is not None
         lacks, left = replaced and self._lacks_last_save, self._left_behind and not replaced
         warn_of_unsaved(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left)
@@ -519,7 +543,7 @@ class TrainingSession:
         return Moment(
             step=self.step,
             now_s=time.monotonic(),
-            epoch=self.position.counters.epoch if isinstance(self.loop, Epochs) else None,
+            epoch=self.position.counters.epoch if self.position.epochs_told or isinstance(self.loop, Epochs) else None,
             epoch_ended=epoch_ended,
             ending=ending,
             signal=signal,

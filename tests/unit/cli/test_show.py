@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -229,3 +230,27 @@ def test_show_says_where_the_time_of_real_saves_went(cli, tmp_path):
         assert 0 < one["timing"]["capture_s"] < one["held_s"]
         assert one["message"] is None
     assert "timing" not in cli("show", tmp_path / "ckpts")[1], "it is no part of where it was saved"
+
+
+def test_show_says_how_an_encoded_checkpoint_is_stored(cli, place):
+    state = {"frozen": torch.randn(300_000), "trained": torch.zeros(100_000)}
+    with tenuto.Checkpointer(place, state, save=every(steps=1), keep=keep.all(), encoding="dedupe") as ckpt:
+        for _ in ckpt.steps(2):
+            state["trained"] += torch.randn(100_000)
+    _, out, _ = cli("show", place)
+    row = r"  stored +\d+ KiB of 1\.5\d MiB, 1\.1\d MiB are named in others; chunks are stored\n +as they are\n"
+    assert re.search(row, out), out
+    assert re.search(r"  size +1\.5\d MiB in \d tensors", out), out
+    _, out, _ = cli("show", place, "--json")
+    stored = json.loads(out)["stored"]
+    assert 1_200_000 <= stored["named_bytes"] < 1_210_000
+    assert stored["raw_bytes"] >= 1_600_000 > stored["written_bytes"] >= 400_000
+    _, out, _ = cli("show", place, "--certificate")
+    assert "named_bytes" not in out
+
+
+def test_show_says_nothing_of_it_where_a_checkpoint_is_stored_as_it_is(cli, made):
+    _, out, _ = cli("show", made, "--run", "gpt")
+    assert "stored" not in out
+    _, out, _ = cli("show", made, "--run", "gpt", "--json")
+    assert json.loads(out)["stored"] is None

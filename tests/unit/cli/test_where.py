@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tenuto.cli.console.where import with_place
+from tenuto.cli.console.where import default_place, with_place
 
 HERE = "note: the repository is the folder you are in\n"
 NAMED = "note: the repository is /ckpts, from TENUTO_WHERE\n"
@@ -63,6 +63,66 @@ def test_the_variable_names_it_and_comes_before_the_folder(cli, named, place, mo
     assert cli("ls", "--run", "small")[2] == NAMED
     monkeypatch.setenv("TENUTO_WHERE", "")
     assert cli("ls", "--run", "small")[2] == HERE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'where = "ckpts"',
+        'where = ["ckpts", "/other"]\nkind = "mirror"',
+        '[[tiers]]\nwhere = "/nvme"\nper_node = true\n[[tiers]]\nwhere = "ckpts"\n[[tiers]]\nwhere = "s3://b/x"',
+    ],
+    ids=["one", "mirror", "tiers"],
+)
+def test_the_settings_file_names_it_from_below_too(cli, place, tmp_path, monkeypatch, text):
+    (tmp_path / "tenuto.toml").write_text(text)
+    (tmp_path / "source").mkdir()
+    monkeypatch.chdir(tmp_path / "source")
+    line = text.count("\n", 0, text.index('"ckpts"')) + 1
+    status, out, err = cli("ls", "--run", "small")
+    assert (status, out) == cli("ls", place, "--run", "small")[:2]
+    assert err == f"note: the repository is /ckpts, from {tmp_path}/tenuto.toml:{line}\n"
+    assert cli("rm", "gpt/a0001/2", "--dry-run")[0] == 0
+
+
+def test_a_stripe_of_the_settings_file_is_one_location(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tenuto.toml").write_text('where = ["/a", "/b"]\nkind = "stripe"')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TENUTO_WHERE", raising=False)
+    assert default_place() == "stripe:///a,/b"
+    assert capsys.readouterr().err == "note: the repository is stripe:///a,/b, from tenuto.toml:1\n"
+
+
+def test_the_argument_the_variable_and_the_folder_come_before_the_settings_file(cli, place, tmp_path, monkeypatch):
+    (tmp_path / "tenuto.toml").write_text('where = "/elsewhere"')
+    monkeypatch.chdir(tmp_path)
+    assert cli("ls")[0] == 10
+    assert cli("ls", place)[0] == 0
+    monkeypatch.setenv("TENUTO_WHERE", str(place))
+    assert cli("ls")[2] == NAMED
+    monkeypatch.delenv("TENUTO_WHERE")
+    monkeypatch.chdir(place)
+    assert cli("ls")[2] == HERE
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("where = ", "the settings file tenuto.toml is not TOML: Invalid value (at end of document)"),
+        ('where = "s3://me:hush@b/x"', "tenuto.toml:1: where holds what looks like a credential"),
+    ],
+)
+def test_a_settings_file_that_names_none_is_not_passed_over(cli, tmp_path, monkeypatch, text, why):
+    (tmp_path / "tenuto.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    status, _, err = cli("ls")
+    assert status == 2 and err.startswith(f"error: {why}") and "hush" not in err
+
+
+def test_a_setting_that_is_wrong_elsewhere_does_not_hide_the_checkpoints(cli, place, tmp_path, monkeypatch):
+    (tmp_path / "tenuto.toml").write_text('where = "ckpts"\nin_flight = 0')
+    monkeypatch.chdir(tmp_path)
+    assert cli("ls", "--run", "small")[0] == 0
 
 
 def test_a_place_that_is_named_is_taken_and_nothing_said(cli, inside, made, tmp_path, monkeypatch):

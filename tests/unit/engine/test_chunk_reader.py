@@ -42,6 +42,14 @@ def saved(lengths: list[int]) -> tuple[Repo, Manifest, Index, list[bytes]]:
 class Device(MemoryReader):
     """A reader that shows nothing of its memory, and where `alignment` asks for it is read in whole pages alone."""
 
+    def __init__(self, name: str, data: bytes, alignment: int) -> None:
+        super().__init__(name, data)
+        self._alignment = alignment
+
+    @property
+    def alignment(self) -> int:
+        return self._alignment
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         if self.alignment > 1:
             assert offset % self.alignment == 0 and len(buffer) % self.alignment == 0

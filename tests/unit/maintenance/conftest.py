@@ -12,6 +12,7 @@ import pytest
 
 from support.row_digests import digest_rows
 from tenuto.concurrency.process import this_process
+from tenuto.engine.save.baseline import baseline_in
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.errors import ObjectNotFound
 from tenuto.model.ids import CheckpointId
@@ -137,6 +138,14 @@ class World:
         commit(self.repo, manifest, [*receipts, receipt])
         return id
 
+    def save_on(self, attempt: Attempt, step: int, base: CheckpointId, *, until: str = "commit") -> CheckpointId:
+        """One save of the same state as `base`, which names its packs and puts none. `until`: begin or commit."""
+        manifest = self.repo.manifest(base)
+        resting = RestingSave(self, attempt, step, base, (manifest, self.repo.index(manifest)))
+        if until != "begin":
+            resting.commit()
+        return resting.id
+
     def flip(self, name: str, offset: int = -1, bit: int = 0) -> None:
         """Changes one bit behind the store's back."""
         data, when = self.store.place.objects[name]
@@ -164,6 +173,42 @@ class World:
         return sorted(name for name in self.store.place.objects if name.startswith(prefix))
 
 
+class RestingSave:
+    """A save of the same state as `base`, of which `read` has been read before; it is begun, and puts no pack."""
+
+    def __init__(
+        self, world: World, attempt: Attempt, step: int, base: CheckpointId, read: tuple[Manifest, Index]
+    ) -> None:
+        self._world, self._read, self._parent = world, read, attempt.parent
+        self._found = baseline_in(read[1], base)
+        self.bases = tuple(sorted({pack.at for pack in self._found.packs if pack.at is not None}))
+        self._save_id = secrets.token_hex(16)
+        self.id = begin(attempt, step, self._save_id, [object_names.index_file(0)], bases=self.bases)
+
+    def commit(self) -> None:
+        manifest, index = self._read
+        nothing = np.zeros(len(index.specs), np.int64)
+        encoded = replace(
+            index,
+            save_id=self._save_id,
+            packs=self._found.packs,
+            stored=self._found.stored,
+            pack=nothing,
+            offset=nothing,
+        )
+        receipt, entry = put_index(self._world.repo, self.id, encoded)
+        manifest = replace(
+            manifest,
+            id=self.id,
+            save_id=self._save_id,
+            indexes=(entry,),
+            parent=self._parent,
+            bases=self.bases,
+            stored=0,
+        )
+        commit(self._world.repo, manifest, [receipt])
+
+
 @pytest.fixture
 def world() -> Iterator[World]:
     yield World()
@@ -172,6 +217,11 @@ def world() -> Iterator[World]:
 @pytest.fixture
 def make_world() -> type[World]:
     return World
+
+
+@pytest.fixture
+def resting_save() -> type[RestingSave]:
+    return RestingSave
 
 
 @pytest.fixture

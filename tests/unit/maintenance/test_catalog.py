@@ -28,6 +28,7 @@ from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
 from tenuto.store.contract import Entry
 from tenuto.training.retention_worker import RetentionWorker
+from tenuto.training.tier_worker import TierWorker
 
 READS = ("get", "open")
 LISTINGS = ("children", "walk")
@@ -111,7 +112,9 @@ def train(world: Any, request: Any, monkeypatch: Any) -> Iterator[Any]:
 def test_a_steady_run_lists_and_reads_nothing(world: Any) -> None:
     store = Counting(world.store)
     world.repo = Repo.open(store)
-    worker = RetentionWorker(world.repo, keep.latest(30), emitter=Emitter(), warn=pytest.fail, group=SoloGroup())
+    group, policy = SoloGroup(), keep.latest(30)
+    tiers = TierWorker(world.repo, "main", policy, emitter=Emitter(), report=pytest.fail, group=group)
+    worker = RetentionWorker(world.repo, emitter=Emitter(), warn=pytest.fail, group=group, tiers=tiers)
     attempt = world.claim()
     for step in range(1, 45):
         world.save(attempt, step)

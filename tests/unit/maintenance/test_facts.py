@@ -21,11 +21,11 @@ class Busy:
         self._left = nth
         self._happens = happens
 
-    def children(self, prefix: str) -> Any:
+    def children(self, prefix: str, *, after: str = "") -> Any:
         self._left -= 1
         if self._left == 0:
             self._happens()
-        return self._inner.children(prefix)
+        return self._inner.children(prefix, after=after)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

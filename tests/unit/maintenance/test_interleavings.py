@@ -3,7 +3,8 @@ back or remove the same checkpoint. Whoever comes second gives way, and nobody i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tenuto.maintenance import gc, remove, retention, undelete
 from tenuto.maintenance.verify import assert_whole
 from tenuto.policy import keep
 from tenuto.repo import tombstones
+from tenuto.repo.bases import usable_bases
 from tenuto.repo.catalog import Catalog
 from tenuto.repo.format import object_names
 from tenuto.repo.lineage import walk
@@ -21,6 +23,7 @@ from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.refs import put_ref, read_ref
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned
+from tenuto.repo.unfinished import abort
 
 
 class Interrupted:
@@ -240,3 +243,93 @@ def test_i2_i6_dying_before_any_operation_leaves_it_whole_or_going(make_world, c
         assert there or world.names(f"{scene.old.directory}/") in ([], [scene.old.manifest])
         assert_whole(world.repo)
     assert at > 10
+
+
+# -- a save that comes to rest on what is being removed --------------------------------------------------------------
+
+
+class Resting:
+    """A checkpoint, one that rests on it (`through`) or not, and a save that comes to rest on it while a removal of
+    both is under way. `gap`: so many operations of the removal lie between its `begin.json` and its look."""
+
+    def __init__(self, world: Any, *, through: bool) -> None:
+        self.world = world
+        self.attempt: Attempt = world.claim()
+        self.base = world.save(self.attempt, 1)
+        self.through = world.save_on(self.attempt, 2, self.base) if through else None
+        self.new = world.save(self.attempt, 3)
+        self.read = (world.repo.manifest(self.base), world.repo.index(world.repo.manifest(self.base)))
+        self.used = self.asked = False
+
+    def clone(self) -> Resting:
+        other = Resting.__new__(Resting)
+        other.__dict__.update(self.__dict__)
+        other.world = self.world.clone()
+        return other
+
+    def save(self, resting_save: Any, *, fork: bool) -> Iterator[None]:
+        """Stops once between `begin.json` and the look."""
+        repo = self.world.repo
+        attempt = self.world.claim("fork", parent=self.base) if fork else Attempt(repo, self.attempt.record, None)
+        save = resting_save(self.world, attempt, 4, self.base, self.read)
+        yield
+        self.asked = True
+        if usable_bases(repo, save.id, save.bases, through=self.through) == save.bases:
+            self.used = True
+            save.commit()
+        else:
+            abort(repo, save.id, "0" * 32)
+
+    # -- who removes -------------------------------------------------------------------------------------------------
+
+    def rm(self, repo: Repo) -> None:
+        ids = [id for id in (self.base, self.through) if id is not None]
+        remove.execute(repo, remove.plan_remove(repo, ids))
+        gc.execute(repo, gc.plan_gc(repo, now=True))
+
+    def retain(self, repo: Repo) -> None:
+        catalog = Catalog()
+        for _ in range(2):
+            plan = retention.plan_retention(repo, self.attempt, keep.latest(1), catalog)
+            retention.execute(repo, self.attempt, plan, catalog=catalog)
+
+    def remove_again(self, repo: Repo) -> None:
+        """Between the plan of gc and its deletion."""
+        remove.execute(self.world.repo, remove.plan_remove(self.world.repo, [self.base]))
+        plan = gc.plan_gc(repo, now=True)
+        undelete.execute(repo, undelete.plan_undelete(repo, self.base))
+        remove.execute(repo, remove.plan_remove(repo, [self.base]))
+        gc.execute(repo, plan)
+
+
+@pytest.mark.parametrize("gap", [0, 7])
+@pytest.mark.parametrize("fork", [False, True])
+@pytest.mark.parametrize("actor", ["rm", "retain", "remove_again"])
+@pytest.mark.parametrize("through", [False, True])
+def test_i6_i7_a_save_that_comes_to_rest_on_what_is_removed_loses_nothing(
+    make_world, resting_save, through, actor, fork, gap
+):
+    begun, at, used = Resting(make_world(), through=through), 0, 0
+    while True:
+        at += 4
+        scene = begun.clone()
+        save = scene.save(resting_save, fork=fork)
+        go_on = partial(next, save, None)
+        later = Interrupted(scene.world.store, at + gap, go_on)
+        at_once = Interrupted(scene.world.store, at, go_on)
+        store = Interrupted(later if gap else at_once, at, go_on)
+        try:
+            getattr(scene, actor)(Repo.open(store))
+        except TenutoError:
+            pass
+        if store.count < at:
+            break
+        for _ in range(2):
+            go_on()
+        for _ in range(2):
+            gc.execute(scene.world.repo, gc.plan_gc(scene.world.repo, now=True))
+        assert scene.asked
+        assert_whole(scene.world.repo)
+        used += scene.used
+    assert at > 15
+    assert used or gap

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import tenuto
-from campaigns.broken_stores import StoreLayer
 from tenuto.errors import StoreDenied, TenutoError
 from tenuto.maintenance.findings import Finding
 from tenuto.maintenance.replica_tidy import tidy_replicas
@@ -24,6 +23,7 @@ from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
 from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.delegating import DelegatingStore
 
 FILE = "rank-00000.safetensors"
 
@@ -246,10 +246,10 @@ def test_a_repository_in_one_place_has_nothing_to_tidy(world: Any) -> None:
     assert tidy_replicas(world.repo, world.save(world.claim(), 1)) == 0
 
 
-class StaleHome(StoreLayer):
+class StaleHome(DelegatingStore):
     """Lists what lay there at first, as a network file system may for a while."""
 
-    def children(self, prefix: str) -> Any:
+    def children(self, prefix: str, *, after: str = "") -> Any:
         return type(self.inner.children(""))((), ())
 
 
@@ -265,7 +265,7 @@ class Interrupted(BaseException):
     """The process ends."""
 
 
-class Ending(StoreLayer):
+class Ending(DelegatingStore):
     """A place whose process ends after so many objects were removed."""
 
     left = 0
@@ -307,8 +307,8 @@ def test_a_store_that_cannot_be_asked_frees_nothing_and_says_so(make_world: type
     old, newest = spread.save(1), spread.save(2)
     spread.forget(old)
 
-    class Denied(StoreLayer):
-        def children(self, prefix: str) -> Any:
+    class Denied(DelegatingStore):
+        def children(self, prefix: str, *, after: str = "") -> Any:
             raise StoreDenied("not yours")
 
         def stat(self, name: str) -> Any:

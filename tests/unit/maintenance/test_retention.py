@@ -55,13 +55,14 @@ def test_a_note_that_comes_while_its_checkpoint_goes_goes_with_it(world, monkeyp
     attempt = world.claim()
     for step in (1, 2):
         world.save(attempt, step)
-    still_exists = retention.still_exists
+    still_there = retention.still_there
 
-    def noted_meanwhile(repo, stone):
-        add_note(repo, stone.id, "metric", {"loss": 1.0})
-        return still_exists(repo, stone)
+    def noted_meanwhile(repo, stones):
+        for stone in stones:
+            add_note(repo, stone.id, "metric", {"loss": 1.0})
+        return still_there(repo, stones)
 
-    monkeypatch.setattr(retention, "still_exists", noted_meanwhile)
+    monkeypatch.setattr(retention, "still_there", noted_meanwhile)
     assert [id.step for id in retain(world, attempt, keep.latest(1))] == [1]
     assert not [name for name in world.names("runs") if "step-00000001" in name]
     assert_whole(world.repo)
@@ -89,7 +90,7 @@ def test_removals_are_told(world):
             seen.append(event)
 
     retain(world, attempt, keep.latest(1), emitter=Emitter.of([Sink()]))
-    assert seen == [Removed(ids[0], "not among the newest")]
+    assert seen == [Removed(ids[0], "not among the newest", world.repo.url)]
 
 
 def test_metrics_logged_and_noted_are_judged(world):

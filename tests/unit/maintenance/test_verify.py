@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -368,8 +369,8 @@ def test_a_removal_while_the_census_is_taken_is_no_damage(world, monkeypatch, en
 
 
 def _denied(store, monkeypatch, directory):
-    """As where one directory may not be listed: nor may anything above it be walked."""
-    listed = store.walk
+    """As where one directory may not be listed: nor may anything above it be walked, and names are still told."""
+    children, listed = copy.copy(store).children, store.walk
 
     def refusing(prefix, *, leftovers=False):
         if prefix in ("", directory):
@@ -377,6 +378,7 @@ def _denied(store, monkeypatch, directory):
         return listed(prefix, leftovers=leftovers)
 
     monkeypatch.setattr(store, "walk", refusing)
+    monkeypatch.setattr(store, "children", children)
 
 
 def test_a_directory_of_somebody_elses_that_may_not_be_listed_hides_nothing(world, monkeypatch):

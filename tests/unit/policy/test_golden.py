@@ -21,13 +21,16 @@ def facts(line):
     attempt, step = name.split("/")
     given = dict(word.split("=", 1) for word in words if "=" in word)
     tags = tuple(given.pop("tags").split(",")) if "tags" in given else ()
+    copied_to = given.pop("copied", "")
     created_s = created(given.pop("created")) if "created" in given else None
     metrics = {key: float(value) for key, value in given.items() if key != "needed"}
     flags = {word.replace("-", "_"): True for word in words if "=" not in word}
     needed = tuple(w.split("=")[1].replace("_", " ") for w in words if w.startswith("needed="))
     walk = None if place == "-" else int(place)
     id = CheckpointId("gpt", int(attempt), int(step))
-    return CheckpointFacts(id, walk, metrics, created_s=created_s, tags=tags, needed_by=needed, **flags)
+    return CheckpointFacts(
+        id, walk, metrics, created_s=created_s, tags=tags, needed_by=needed, copied_to=copied_to, **flags
+    )
 
 
 def created(text):

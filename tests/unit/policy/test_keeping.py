@@ -148,7 +148,7 @@ def histories(draw):
                 "pinned": draw(st.integers(0, 7)) == 0,
                 "tags": ("baseline",) if draw(st.integers(0, 7)) == 0 else (),
                 "held": draw(st.integers(0, 7)) == 0,
-                "being_copied": draw(st.integers(0, 7)) == 0,
+                "copied_to": "s3://bucket" if draw(st.integers(0, 7)) == 0 else "",
                 "needed_by": ("run b was started from it",) if draw(st.integers(0, 7)) == 0 else (),
             }
     position = {key: place for place, key in enumerate(reversed(walk))}
@@ -175,7 +175,7 @@ def test_i7_retention_never_removes_what_is_protected(history, policy):
     verified = [facts for facts in walk if facts.verified]
     assert not removed & {facts.id for facts in (*walk[:1], *verified[:1])}
     for facts in history:
-        if facts.pinned or facts.tags or facts.held or facts.being_copied or facts.needed_by:
+        if facts.pinned or facts.tags or facts.held or facts.copied_to or facts.needed_by:
             assert facts.id not in removed
 
 
@@ -280,6 +280,9 @@ def test_spans_of_hours_begin_at_midnight_and_without_a_time_nothing_is_a_milest
     ("call", "text"),
     [
         (lambda: keep.every(), "every\\(\\) of what"),
+        (lambda: keep.daily(0), r"keep.daily\(0\) would never be reached"),
+        (lambda: keep.weekly(1.5), r"keep.weekly\(1.5\) is not a whole number"),
+        (lambda: keep.within(days=0), r"keep.within\(days=0\) is not a duration"),
         (lambda: keep.every(steps=0), "would never be reached"),
         (lambda: keep.every(steps=2.5), "not a whole number"),
         (lambda: keep.every(hours=0), "not a duration"),
@@ -295,4 +298,7 @@ def test_milestones_are_checked(call, text):
 def test_milestones_are_written_as_one_writes_them():
     policy = keep.every(steps=1000, hours=0.5) | keep.latest(1)
     assert repr(policy) == "keep.every(steps=1000) | keep.every(hours=0.5) | keep.latest(1)"
+    assert eval(repr(policy)) == policy
+    policy = keep.daily() | keep.daily(7) | keep.weekly(2) | keep.within(days=0.5)
+    assert repr(policy) == "keep.daily() | keep.daily(7) | keep.weekly(2) | keep.within(days=0.5)"
     assert eval(repr(policy)) == policy

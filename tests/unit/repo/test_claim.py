@@ -526,8 +526,8 @@ def test_a_claim_looks_for_unfinished_saves_down_to_the_newest_checkpoint(
     kept = [make.checkpoint(1, step) for step in (10, 20, 30)]
     left = [make.begin(1, step)[0] for step in (40, 50)]
     seen: list[str] = []
-    children = repo.store.children
-    monkeypatch.setattr(repo.store, "children", lambda prefix: seen.append(prefix) or children(prefix))
+    walk = repo.store.walk
+    monkeypatch.setattr(repo.store, "walk", lambda prefix, **more: seen.append(prefix) or walk(prefix, **more))
     take(kept[-1])
     assert all(isinstance(repo.mark(id), Aborted) for id in left)
     assert kept[2].directory in seen and not {kept[0].directory, kept[1].directory} & set(seen)

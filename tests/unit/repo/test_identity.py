@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import tenuto
-from campaigns.broken_stores import StoreLayer
 from tenuto.errors import (
     CorruptionError,
     NotARepository,
@@ -27,6 +26,7 @@ from tenuto.repo.format.object_names import REPOSITORY, REPOSITORY_COPY
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Content, Receipt, Store
 from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.delegating import DelegatingStore
 from tenuto.training.checkpointer import Checkpointer
 
 BOTH = (REPOSITORY, REPOSITORY_COPY)
@@ -113,7 +113,7 @@ def test_where_neither_is_whole_nothing_is_made_anew_and_the_error_says_what_to_
     assert copies(store) == before
 
 
-class Cut(StoreLayer):
+class Cut(DelegatingStore):
     """Fails from one change on, as if the process had ended there."""
 
     def __init__(self, inner: Store, after: int) -> None:
@@ -192,7 +192,7 @@ def test_a_single_save_into_a_new_place_leaves_the_second_to_the_next_writer(tmp
     assert tenuto.load(where).state == {"x": 2}
 
 
-class NotForWriting(StoreLayer):
+class NotForWriting(DelegatingStore):
     """A place that this process may only read, or that is full."""
 
     def __init__(self, inner: Store, error: type[StoreError]) -> None:

@@ -214,7 +214,7 @@ def test_a_newer_format_says_what_reads_it() -> None:
     specs = (LeafSpec("x", "float32", (3, 5)),)
     with pytest.raises(FormatTooNew) as caught:
         decode_index(
-            rebuilt(index_of(specs), head=with_head(format=2)), id=ID, rank=0, tree=tree_of(specs), repository=OURS
+            rebuilt(index_of(specs), head=with_head(format=3)), id=ID, rank=0, tree=tree_of(specs), repository=OURS
         )
     assert "the Tenuto that wrote it, or a newer one" in str(caught.value)
 
@@ -320,7 +320,7 @@ def test_i10_a_manifest_that_lies_is_refused(changes: dict[str, Any]) -> None:
 
 def test_a_manifest_of_a_newer_format_is_told_as_such() -> None:
     with pytest.raises(FormatTooNew):
-        decode_manifest(sealed(format=2, kind="other"), ID, OURS)
+        decode_manifest(sealed(format=3), ID, OURS)
 
 
 WORDS = {

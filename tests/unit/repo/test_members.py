@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from campaigns.broken_stores import StoreLayer
 from tenuto.errors import CorruptionError, RepositoryError, StoreDenied, StoreError, TenutoWarning
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.format import object_names, objects
@@ -23,6 +22,7 @@ from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
 from tenuto.store.local.store import LocalStore
 from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.delegating import DelegatingStore
 
 
 def fresh() -> MemoryStore:
@@ -58,7 +58,7 @@ def beside(store: Store) -> list[str]:
     return sorted(one.url for one in found.found_members) if isinstance(found, ReplicatedStore) else []
 
 
-class Unreachable(StoreLayer):
+class Unreachable(DelegatingStore):
     def __init__(self, inner: Store, error: StoreError) -> None:
         super().__init__(inner)
         self.error = error
@@ -225,7 +225,8 @@ def test_nobody_trains_in_a_place_that_is_not_the_home(home: MemoryStore, place:
     before = dict(place.place.objects)
     with pytest.raises(RepositoryError, match=home.url) as caught:
         Repo.create_or_open(place if open_it == "alone" else Mirror(place, fresh()))
-    assert caught.value.hint is not None and home.url in caught.value.hint and object_names.MEMBER in caught.value.hint
+    assert caught.value.hint is not None and home.url in caught.value.hint
+    assert f"tenuto promote {place.url}" in caught.value.hint
     assert place.place.objects == before
 
 
@@ -294,6 +295,7 @@ def test_a_member_that_says_it_is_another_repositorys_is_not_found(home: MemoryS
     member = member_in(place)
     assert member is not None
     body: dict[str, Any] = {"home": member.home, "id": member.id, "node": "", "repository": "0" * 32}
+    body |= {"copy": False, "follows": False}
     place.place.objects[object_names.MEMBER] = objects.encode("member", object_names.MEMBER, body, None), 1
     assert beside(home) == []
 
@@ -343,7 +345,7 @@ def test_what_else_lies_among_the_places_names_none(home: MemoryStore, place: Me
     assert beside(home) == [place.url]
 
 
-@pytest.mark.parametrize("url", ["nowhere://x", "s3://bucket/x", "memory://", "", "\0"])
+@pytest.mark.parametrize("url", ["nowhere://x", "nosuch://bucket/x", "memory://", "", "\0"])
 def test_a_listing_that_names_no_place_is_passed_over(home: MemoryStore, place: MemoryStore, url: str) -> None:
     repo = Repo.create_or_open(Mirror(home, place))
     name = f"places/{'0' * 12}-{'1' * 32}.json"
@@ -365,10 +367,18 @@ def test_a_place_whose_own_mark_is_damaged_is_not_found_and_cannot_be_given(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("id", "x" * 32), ("id", "12"), ("repository", 7), ("home", None), ("node", 1)]
+    ("field", "value"),
+    [("id", "x" * 32), ("id", "12"), ("repository", 7), ("home", None), ("node", 1), ("follows", "")],
 )
 def test_a_mark_that_says_something_else_than_it_may_is_damaged(place: MemoryStore, field: str, value: Any) -> None:
-    body: dict[str, Any] = {"id": "1" * 32, "repository": "2" * 32, "home": "/h", "node": ""}
+    body: dict[str, Any] = {
+        "copy": False,
+        "follows": False,
+        "id": "1" * 32,
+        "repository": "2" * 32,
+        "home": "/h",
+        "node": "",
+    }
     name = object_names.MEMBER
     place.place.objects[name] = objects.encode("member", name, body, None), 1
     assert member_in(place) == Member("1" * 32, "2" * 32, "/h", "")
@@ -414,11 +424,11 @@ def test_a_listed_directory_that_is_gone_harms_nobody_who_opens_the_home(tmp_pat
 
 
 def test_somebody_elses_places_that_may_not_be_listed_hide_no_repository() -> None:
-    class Private(StoreLayer):
-        def children(self, prefix: str) -> Any:
+    class Private(DelegatingStore):
+        def children(self, prefix: str, *, after: str = "") -> Any:
             if prefix == "places":
                 raise StoreDenied("not yours")
-            return super().children(prefix)
+            return super().children(prefix, after=after)
 
     store = fresh()
     made = Repo.create_or_open(store)
@@ -433,7 +443,7 @@ def test_the_list_of_places_is_read_once_however_many_packs_are_missed() -> None
         Repo.create_or_open(PerNode(place, home=home, node=f"n{node}"))
         del place.place.objects[object_names.MEMBER]
 
-    class Counting(StoreLayer):
+    class Counting(DelegatingStore):
         read = 0
 
         def get(self, name: str, *, limit: int) -> bytes:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from campaigns.broken_stores import StoreLayer
 from tenuto.errors import (
     AlreadyExists,
     CorruptionError,
@@ -31,6 +30,7 @@ from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes, Content, Entry, Listing, Reader, Stat, Store, leftovers_of
 from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.delegating import DelegatingStore
 from tenuto.testing.store_suite.base import Failing, Interrupted, Refilled, patterned
 
 ID = CheckpointId("gpt", 1, 1)
@@ -44,7 +44,7 @@ OTHERS = ("runs/gpt/a0001/lease/1.json", "trash/gpt/a0001/step-00000001/x.json",
 """Records that lie in the home alone, put there one by one."""
 
 
-class Place(StoreLayer):
+class Place(DelegatingStore):
     """One place. `calls` has what was asked of it; `wrong` says by method what it answers instead, `only` for names
     that end so."""
 
@@ -82,9 +82,9 @@ class Place(StoreLayer):
         self._ask("stat", name)
         return super().stat(name)
 
-    def children(self, prefix: str) -> Listing:
+    def children(self, prefix: str, *, after: str = "") -> Listing:
         self._ask("children", prefix)
-        return super().children(prefix)
+        return super().children(prefix, after=after)
 
     def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         self._ask("walk", prefix)
@@ -989,7 +989,7 @@ def test_a_mirror_is_asked_only_when_the_home_has_the_object() -> None:
     home, mirror, manifest = MemoryStore("asked-home"), MemoryStore("asked-mirror"), f"{ID.directory}/manifest.json"
     in_home: list[bool] = []
 
-    class Asked(StoreLayer):
+    class Asked(DelegatingStore):
         def stat(self, name: str) -> Stat:
             in_home.append(exists(home, manifest))
             return self.inner.stat(name)

@@ -60,9 +60,11 @@ def test_a_place_that_cannot_hold_checkpoints(tmp_path: Path, monkeypatch: pytes
     store = LocalStore(tmp_path)
     monkeypatch.setattr(LocalStore, "probe", lambda self: Capabilities(commits=False, persistent=True))
     assert said(RepositoryError, lambda: Repo.create_or_open(store)) == (
-        f"{store.url} cannot hold checkpoints: it lets a second writer replace an object that exists",
+        f"{store.url} can hold copies of checkpoints, but cannot decide which exist: it lets a second writer replace "
+        "an object that is there",
         store.url,
-        "choose a directory on a local file system, or one with hard links",
+        "keep the repository in an object store that refuses that (If-None-Match), or on a file system with hard "
+        f"links, and copies here: tenuto.Mirror(THAT_PLACE, {store.url!r})",
     )
 
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from campaigns.broken_stores import StoreLayer
 from tenuto.errors import AlreadyExists, CorruptionError, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from tenuto.model.records import Receipt
 from tenuto.store.contract import Bytes, Content, Store
 from tenuto.store.local.store import LocalStore
 from tenuto.store.memory import MemoryStore
+from tenuto.store.wrappers.delegating import DelegatingStore
 from tenuto.store.wrappers.fan_out import put_into_all
 from tenuto.store.wrappers.retry import Patience, RetryingStore
 from tenuto.testing.store_suite.base import LARGE, Failing, Interrupted, Pieces, Refilled, patterned
@@ -61,7 +61,7 @@ def cut(data: bytes, sizes: Sequence[int]) -> InOneRoom:
     return InOneRoom(data, [*cuts, len(data) - sum(cuts)])
 
 
-class Breaking(StoreLayer):
+class Breaking(DelegatingStore):
     """Fails each put with the errors it is given, after it has taken `after` pieces; None lets one pass."""
 
     def __init__(self, inner: Store, *errors: Exception | None, after: int = 1) -> None:
@@ -145,7 +145,7 @@ def test_memory_that_is_refilled_between_pieces_reaches_every_store_that_lasts(
     assert content.given <= len(content.cuts)
 
 
-class FreshMemory(StoreLayer):
+class FreshMemory(DelegatingStore):
     """A store in memory that nothing else has."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Watched:
             yield memoryview(b"%d" % (number % 10))
 
 
-class Counting(StoreLayer):
+class Counting(DelegatingStore):
     """Counts the pieces that it has done with, of which each takes it a while of its own."""
 
     def __init__(self, inner: Store, turns: int) -> None:

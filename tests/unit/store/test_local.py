@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tenuto.errors import AlreadyExists, StoreError
-from tenuto.store.contract import Bytes, Capabilities, leftovers_of
+from tenuto.store.contract import Bytes, leftovers_of
 from tenuto.store.local import store as local_store
 from tenuto.store.local.store import LocalStore
 
@@ -26,7 +26,8 @@ def test_it_says_where_it_is(store, tmp_path):
 
 
 def test_a_probe_names_twice_and_leaves_nothing(store, faulty):
-    assert store.probe() == store.capabilities == Capabilities(commits=True, persistent=True)
+    assert store.probe() == store.capabilities
+    assert store.capabilities.commits and store.capabilities.persistent
     assert os.listdir(store.root) == []
     targets = [os.path.basename(path) for _, path in faulty.named("create")]
     assert len(targets) == 2 and not faulty.named("fsync"), "nothing of it has to last"

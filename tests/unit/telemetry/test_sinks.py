@@ -45,6 +45,8 @@ EVENTS = [
     events.Leaving("gpt", "SIGTERM", 500, ID, "ckpts", 143),
     events.Leaving("gpt", "SIGINT", 502, ID, "ckpts", None),
     events.Leaving("gpt", "SIGTERM", 3, None, "ckpts", 143),
+    events.TierLag("gpt", "s3://bucket/run", ID, 2, 6 << 30, "no answer"),
+    events.TierSkipped(ID, "s3://bucket/run", "step 600 is due there by now"),
 ]
 
 
@@ -95,6 +97,8 @@ def test_the_story_is_one_line_for_what_a_person_wants_to_know():
         "SIGINT: leaving as an earlier handler of the signal says; step 500 of run gpt is saved in ckpts, "
         "2 steps behind",
         "SIGTERM: leaving with status 143; nothing of run gpt is saved in ckpts",
+        "run gpt: s3://bucket/run is 2 checkpoints (6.00 GiB) behind: no answer",
+        "s3://bucket/run does not get step 500 of run gpt: step 600 is due there by now",
     ]
 
 
@@ -204,6 +208,8 @@ def test_log_levels(caplog):
         ("INFO", "SIGTERM:"),
         ("INFO", "SIGINT:"),
         ("INFO", "SIGTERM:"),
+        ("INFO", "run"),
+        ("INFO", "s3://bucket/run"),
     ]
 
 

@@ -15,10 +15,10 @@ def test_a_killed_process_leaves_no_thread_of_retention_behind() -> None:
     """A thread that outlives the world would raise where nobody expects the death of a process any more."""
     begun, go_on = threading.Event(), threading.Event()
 
-    def held(*arguments: Any) -> Any:
+    def held(*arguments: Any, **named: Any) -> Any:
         begun.set()
         assert go_on.wait(30)
-        return plan_retention(*arguments)
+        return plan_retention(*arguments, **named)
 
     with simulated_world(1) as world, mock.patch.object(retention_worker, "plan_retention", held):
         process = Process(world, "main")

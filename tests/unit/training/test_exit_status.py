@@ -105,6 +105,16 @@ def test_the_status_of_a_preemption_stays():
     assert run("raise Preempted(10)") == (138, [], "")
 
 
+def test_the_status_of_an_exit_out_of_a_checkpointers_block_stays(tmp_path):
+    body = f"""
+        import tenuto
+        with tenuto.Checkpointer({str(tmp_path / "ckpts")!r}, {{"n": 1}}, data=None, log="silent"):
+            ExitStatus("a").fail("x")
+            sys.exit(7)
+    """
+    assert run(body)[0] == 7
+
+
 def test_a_traceback_stays_visible_and_non_zero():
     status, _, err = run("ExitStatus('a').fail('x'); raise ValueError('mine')")
     assert status == 1

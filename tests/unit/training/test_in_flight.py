@@ -379,7 +379,7 @@ def test_a_full_disk_makes_room_and_touches_nothing_that_is_behind(place: Path) 
     assert steps_of(place) == [2, 1]
     training = ckpt._training
     assert training is not None
-    training.saving.retention.keep = keep.latest(1)
+    training.saving.tiers.keep = keep.latest(1)
     store.failures[3] = [StoreFull("no space", subject="x")]
     store.failures[4] = [StoreFull("no space", subject="x"), StoreFull("no space", subject="x")]
     saves = [step_on(ckpt, one) for _ in range(3)]

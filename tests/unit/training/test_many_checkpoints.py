@@ -26,7 +26,8 @@ CALLS = ("put_if_absent", "get", "open", "stat", "children", "walk", "delete", "
 
 
 class Counting:
-    """A store that counts the calls that it gets, of all threads; a walk as one for each object that it finds."""
+    """A store that counts the calls that it gets, of all threads; a walk as one for each object that it finds. Those
+    for a lease are left out: they come as time passes."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -42,6 +43,8 @@ class Counting:
             result = found(*args, **named)
             if name == "walk":
                 result = list(result)
+            if args and "/lease" in str(args[0]):
+                return result
             with self._lock:
                 self.calls += 1 if name != "walk" else 1 + len(result)
             return iter(result) if name == "walk" else result
@@ -105,7 +108,8 @@ class Run:
 def test_nothing_costs_more_calls_where_more_checkpoints_are_kept() -> None:
     few, many = Run(FEW).costs(), Run(MORE).costs()
     assert many == few
-    assert min(few.values()) > 0
+    assert min(number for what, number in few.items() if what != "close") > 0
+    assert few["close"] == 0, "but for its lease"
 
 
 def test_a_save_costs_no_more_where_a_policy_keeps_many() -> None:

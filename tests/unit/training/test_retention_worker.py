@@ -19,6 +19,7 @@ from tenuto.repo.repository import Repo
 from tenuto.store.memory import MemoryStore
 from tenuto.training import retention_worker as tidying_module
 from tenuto.training.retention_worker import RetentionWorker
+from tenuto.training.tier_worker import TierWorker
 
 
 class Broken(KeepPolicy):
@@ -50,7 +51,9 @@ def make(attempt: Attempt, told: list[str]) -> Make:
             told.append(message)
             then()
 
-        return RetentionWorker(attempt.repo, policy, emitter=Emitter(), warn=warn, group=SoloGroup())
+        group = SoloGroup()
+        tiers = TierWorker(attempt.repo, "main", policy, emitter=Emitter(), report=warn, group=group)
+        return RetentionWorker(attempt.repo, emitter=Emitter(), warn=warn, group=group, tiers=tiers)
 
     return built
 
@@ -85,7 +88,7 @@ def test_a_round_that_ends_its_thread_is_followed_by_another(
 ) -> None:
     rounds: list[threading.Thread] = []
 
-    def ended(self: RetentionWorker, attempt: Attempt) -> int:
+    def ended(self: RetentionWorker, attempt: Attempt, **_: object) -> int:
         rounds.append(threading.current_thread())
         raise SystemExit
 
@@ -99,8 +102,8 @@ def test_a_round_that_ends_its_thread_is_followed_by_another(
 
 def test_a_thread_that_could_not_say_that_it_ended_is_not_waited_for(make: Make) -> None:
     tidying = make(keep.latest(1))
-    tidying._thread = threading.Thread(target=lambda: None)
-    tidying._thread.start()
+    tidying._rounds._thread = threading.Thread(target=lambda: None)
+    tidying._rounds._thread.start()
     assert tidying.join(30)
 
 
@@ -109,13 +112,13 @@ def test_where_thousands_are_kept_a_round_follows_several_commits_and_the_last_o
 ) -> None:
     tidying = make(keep.latest(1))
     rounds: list[Attempt] = []
-    monkeypatch.setattr(tidying, "_retain", lambda attempt: rounds.append(attempt) or 0)
+    monkeypatch.setattr(tidying, "_retain", lambda attempt, *, everything: rounds.append(attempt) or 0)
     monkeypatch.setattr(type(tidying._catalog), "known", 3 * tidying_module.PUT_OFF)
     for step in range(1, 4):
         tidying.after_commit(attempt, step)
-    assert rounds == [] and tidying._thread is None
+    assert rounds == [] and tidying._rounds._thread is None
     tidying.after_commit(attempt, 4)
-    thread = tidying._thread
+    thread = tidying._rounds._thread
     assert thread is None or thread.join(30) is None
     assert len(rounds) == 1
     tidying.after_commit(attempt, 5)

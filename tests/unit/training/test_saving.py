@@ -6,6 +6,7 @@ import signal
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from tenuto.errors import (
     UsageError,
 )
 from tenuto.events import Committed, Event, Removed, SaveFailedEvent, SaveSkipped
+from tenuto.maintenance.retention import plan_retention
 
 ALL = keep.latest(100)
 
@@ -199,8 +201,13 @@ def test_i8_waiting_without_a_timeout_ends_where_the_store_hangs(
     ckpt.wait()
     assert steps_of(place) == [1]
     hold, tidies = threading.Event(), threading.Event()
-    monkeypatch.setattr("tenuto.training.retention_worker.plan_retention", lambda *rest: (tidies.set(), hold.wait(60)))
-    monkeypatch.setattr("tenuto.training.retention_worker.execute", lambda *rest, **more: ())
+
+    def held(*arguments: Any, **named: Any) -> Any:
+        tidies.set()
+        assert hold.wait(60)
+        return plan_retention(*arguments, **named)
+
+    monkeypatch.setattr("tenuto.training.retention_worker.plan_retention", held)
     ckpt.step_done()
     ckpt.save(wait=True)
     assert tidies.wait(60)
@@ -215,12 +222,13 @@ def test_a_full_disk_makes_room_once(gate: Gate, place: Path) -> None:
     one = state()
     ckpt = tenuto.Checkpointer(gate, one, save=on.end(), keep=keep.latest(1))
     ckpt.save(wait=True)
-    ckpt._training.saving.retention.keep = keep.latest(2)
+    ckpt.wait()  # its round of retention too, which would else see the next one under the first policy
+    ckpt._training.saving.tiers.keep = keep.latest(2)
     ckpt.step_done()
     ckpt.save(wait=True)
     ckpt.wait()
     assert steps_of(place) == [1, 0]
-    ckpt._training.saving.retention.keep = keep.latest(1)
+    ckpt._training.saving.tiers.keep = keep.latest(1)
     gate.failure, gate.failures = StoreFull("no space", subject="x"), 1
     ckpt.step_done()
     assert ckpt.save(wait=True).committed

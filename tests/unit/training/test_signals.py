@@ -311,3 +311,21 @@ def test_a_child_forked_off_the_main_thread_is_ended_too():
     assert process.stdout.readline() == "ready\n"
     out, _ = process.communicate("go on\n", timeout=60)
     assert out == f"{-TERM} None\n"
+
+
+def test_a_signal_while_a_watch_is_restored_reaches_the_handler_beneath(monkeypatch):
+    heard = []
+    signal.signal(USR1, lambda number, frame: heard.append(number))
+    watch = SignalWatch().install()
+    put = signal.signal
+
+    def after_a_signal(number, handler):
+        if number == USR1:
+            signal.raise_signal(USR1)
+        return put(number, handler)
+
+    monkeypatch.setattr(signal, "signal", after_a_signal)
+    watch.restore()
+    monkeypatch.undo()
+    assert heard == [USR1]
+    assert not watch._earlier

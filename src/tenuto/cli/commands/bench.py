@@ -76,9 +76,9 @@ def bench(
 
     sizes = _sizes(size, leaves, like, run, step)
     path = check_place(where, sum(sizes))
-    with _ended_by_signals():
+    with ended_by_signals():
         sample = _sample(sizes)
-        found = measure(path, sample, rounds=rounds or (3 if sample.nbytes >= LARGE else 5), on_activity=_show_progress)
+        found = measure(path, sample, rounds=rounds or (3 if sample.nbytes >= LARGE else 5), on_activity=show_progress)
     if json:
         output.document("bench", figures.document(found))
     else:
@@ -129,7 +129,7 @@ def _sample(sizes: Sequence[int]) -> Sample:
     return numpy_sample(sizes)
 
 
-def _show_progress(text: str) -> None:
+def show_progress(text: str) -> None:
     """Overwrites the progress line on a terminal; prints one line each time elsewhere."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{output.clean(text)}")
@@ -164,7 +164,7 @@ def _print(found: Figures) -> None:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Ends the block with an exception on SIGTERM and SIGHUP, so that written files are removed."""
 
     def exit_on_signal(number: int, frame: FrameType | None) -> None:

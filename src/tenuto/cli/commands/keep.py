@@ -50,7 +50,7 @@ def keep(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Keep what is named; the rest of the run goes into the trash.
+    """Keep what is named; the rest goes into the trash.
 
     What any of the options keeps is kept; so is, always, the latest, the last one verified, and what a tag, a pin or
     another run needs. `tenuto undelete` brings the rest back for 24 h; with --now it is freed at once, and there is no

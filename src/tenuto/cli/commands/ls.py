@@ -40,7 +40,7 @@ def ls(
         str | None,
         typer.Argument(
             metavar="WHERE",
-            help=f"The repository; else ${VARIABLE} or the current folder.",
+            help=f"The repository; else ${VARIABLE}, this folder, or tenuto.toml.",
             show_default=False,
         ),
     ] = None,

@@ -1,7 +1,8 @@
-"""`tenuto replicate`: copies packs to every place that should hold them."""
+"""`tenuto replicate`: copies to another store, or to every location that should hold data files."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +10,9 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import checkpoint, repository
+from tenuto.cli.views import copying
+from tenuto.errors import UsageError
+from tenuto.store.registry import open_store
 
 if TYPE_CHECKING:
     from tenuto.errors import TenutoError
@@ -18,29 +22,77 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = examples(
-    "tenuto replicate /shared/checkpoints",
-    "tenuto replicate /shared/checkpoints 500",
-    "tenuto replicate /shared/checkpoints --dry-run",
+    "tenuto replicate /data/checkpoints s3://elsewhere/checkpoints",
+    "tenuto replicate /data/checkpoints /backup --follow --every 5min",
+    "tenuto replicate /data/checkpoints /backup --check --read",
+    "tenuto replicate /shared/checkpoints            # to its own locations",
 )
 
 
 def replicate(
     where: options.Where,
-    checkpoints: Annotated[
-        list[str] | None, typer.Argument(metavar="[CHECKPOINT]...", help="Steps or tags; all, unless given.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TO] [CHECKPOINT]...", help="A path or URL to copy to; steps or tags, else all."),
     ] = None,
     *,
-    run: options.Run = None,
+    run: options.OnlyRun = None,
+    step: Annotated[
+        list[str] | None, typer.Option("--step", metavar="STEP", help="Only this one; may be repeated.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Copy what is new, until SIGTERM.")] = False,
+    every: Annotated[str, typer.Option("--every", metavar="TIME", help="How often it looks.")] = "30s",
+    prune: Annotated[bool, typer.Option("--prune", help="Remove in TO what WHERE removed.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compare TO, and write nothing.")] = False,
+    read: Annotated[bool, typer.Option("--read", help="Read TO's data files; mend damage.")] = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Copy data files to every location that should have them.
+    """Copy checkpoints to another store, every byte verified.
 
-    For a repository in several locations. WHERE is its primary. Copies what lies only on this node's own disk to the
-    primary, and to a mirror that was away what it lacks. Verifies every byte on the way. A failure in one location does
-    not stop the others; the exit status reports it, and a mirror that is not found.
+    TO becomes a copy, complete by itself: ls, show, verify and restores take it, and nobody can train in it until
+    `tenuto promote`. It keeps what WHERE removes. Run again, it continues where it stopped.
+
+    --check leaves with 12 where objects of the copy are missing or damaged, 25 where it has something else under the
+    same names, 24 where it only lags behind.
+
+    Without TO, each of the repository's own locations gets what it lacks: the primary what lies only on this node's
+    disk, a mirror what it missed. A failure in one location does not stop the others.
     """
+    names = list(words or [])
+    to = names.pop(0) if names and copying.is_place(names[0]) else None
+    names += step or []
+    alone = [name for name, given in (("--follow", follow), ("--check", check), ("--prune", prune)) if given]
+    if to is None:
+        if alone or read:
+            raise UsageError(
+                f"{(alone or ['--read'])[0]} needs a place to copy to",
+                subject=(alone or ["--read"])[0],
+                hint="tenuto replicate WHERE TO, where TO is a URL or a path such as /backup or ./backup",
+            )
+        _to_own_locations(where, run, names, dry_run=dry_run, json=json)
+        return
+    if (follow and (check or dry_run or read or names)) or (check and (dry_run or prune or names)):
+        raise UsageError(
+            f"{'--follow' if follow else '--check'} goes with --run alone here",
+            subject="--follow" if follow else "--check",
+            hint="tenuto replicate WHERE TO --follow [--prune]; tenuto replicate WHERE TO --check [--read]",
+        )
+    repo, target = repository(where), open_store(to)
+    if check:
+        copying.check(repo, target, run=run, read=read, json=json)
+    elif follow:
+        every_s = copying.interval(every)
+        with copying.stopping() as stop:
+            total = copying.follow(repo, target, run=run, every_s=every_s, prune=prune, stop=stop)
+        copying.finish(repo, target.url, replace(total, stopped=False), json)
+    else:
+        ids = [checkpoint(repo, run, name) for name in names] or None
+        copying.copy(repo, target, run=run, ids=ids, prune=prune, read=read, dry_run=dry_run, json=json)
+
+
+def _to_own_locations(where: str, run: str | None, names: list[str], *, dry_run: bool, json: bool) -> None:
     from tenuto.errors import StoreError
     from tenuto.events import Emitter
     from tenuto.maintenance.replicate import execute, plan_replicate
@@ -48,7 +100,7 @@ def replicate(
     from tenuto.units import size
 
     repo = repository(where)
-    plan = plan_replicate(repo, _selected(repo, run, checkpoints or []))
+    plan = plan_replicate(repo, _selected(repo, run, names))
     if not json:
         output.line(_words(plan))
     report: ReplicateReport | None = None

@@ -71,6 +71,7 @@ def _words(plan: RemovePlan) -> str:
             words = f"stays: {needs}"
         else:
             words = f"goes into the trash, {size(removal.bytes)}" + (f" (--force: {needs})" if needs else "")
+            words += f"; {removal.stays}" if removal.stays else ""
         rows.append((str(removal.id), words))
     return output.rows(rows)
 
@@ -84,6 +85,7 @@ def _json(plan: RemovePlan) -> dict[str, Any]:
                 "bytes": removal.bytes,
                 "remove": removal.id not in refused,
                 "needed": [need.reason for need in removal.needs],
+                "rested_on": list(removal.rested_on),
             }
             for removal in plan.removals
         ]

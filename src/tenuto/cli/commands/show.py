@@ -206,7 +206,7 @@ def _unusual(
 
 def _origin(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yields what saved the checkpoint, and what identifies it."""
-    saved_by = {name: value for name, value in manifest.environment.items() if name != "timing"}
+    saved_by = {name: value for name, value in manifest.environment.items() if name not in ("timing", "encoding")}
     if saved_by:
         yield "saved by", _joined(saved_by)
     cursor, alike = (manifest.progress.get(name) for name in ("data", "alike"))
@@ -273,6 +273,7 @@ def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, .
         "age_s": None if seconds is None else round(seconds, 3),
         "content": manifest.content,
         "bytes": manifest.bytes,
+        "stored": manifest.environment.get("encoding"),
         "parent": manifest.parent,
         "progress": manifest.progress,
         "metrics": metrics,

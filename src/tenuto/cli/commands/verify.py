@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,6 +45,10 @@ def verify(
     note: Annotated[
         bool, typer.Option("--note", help="Note the result with each checkpoint; needs permission to write.")
     ] = False,
+    signed_by: Annotated[
+        list[str] | None,
+        typer.Option("--signed-by", metavar="FILE", help="Also that one of these public keys has signed it."),
+    ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -58,6 +63,7 @@ def verify(
 
     if note and structure:
         raise UsageError("--note needs every byte read", subject="--note", hint="leave --structure out")
+    trusted = _public_keys(signed_by, structure)
     repo = repository(where)
     plan = plan_verify(repo, _ids(repo, run, step), every_byte=not structure, listed=step is None)
     output.story(_plan_words(plan))
@@ -66,10 +72,13 @@ def verify(
         report = execute(repo, plan, emitter=Emitter.of([bar]), note=note)
     finally:
         bar.close()
+    report = replace(report, findings=(*report.findings, *_unsigned(repo, report, trusted)))
     if json:
         output.document("verify", _json(repo, report))
     else:
         _print(report)
+        if trusted and report.ok and report.checked:
+            output.line("signed: every byte, by a key that was given")
     unnoted = report.unnoted
     if unnoted is not None and report.ok and not json:
         raise unnoted
@@ -80,6 +89,20 @@ def verify(
         raise typer.Exit(DAMAGED)
     if unnoted is not None:
         raise typer.Exit(unnoted.exit_code)  # the JSON document is already printed, and there must be only one
+
+
+def _public_keys(files: list[str] | None, structure: bool) -> list[str]:
+    from tenuto.seal.signing import read_public
+
+    if files and structure:
+        raise UsageError("--signed-by needs every byte read", subject="--signed-by", hint="leave --structure out")
+    return [read_public(file) for file in files or ()]
+
+
+def _unsigned(repo: Repo, report: VerifyReport, trusted: list[str]) -> list[Finding]:
+    from tenuto.maintenance.sign import check_signed
+
+    return [finding for id in report.checked for finding in check_signed(repo, id, trusted)] if trusted else []
 
 
 def _ids(repo: Repo, run: str | None, step: str | None) -> list[CheckpointId] | None:

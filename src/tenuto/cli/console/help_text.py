@@ -17,7 +17,7 @@ from tenuto.cli.console.where import VARIABLE, with_place
 EXIT_CODES: Final[dict[int, str]] = {
     0: "done; for verify: everything read is whole",
     1: "something else went wrong",
-    2: "the command line is wrong, or needs --yes",
+    2: "the command line or a settings file is wrong, or --yes is needed",
     3: "an optional package or this platform lacks what is needed",
     4: "the state cannot be represented in what was asked for",
     10: "no Tenuto repository is there, or it cannot be used",
@@ -34,16 +34,20 @@ EXIT_CODES: Final[dict[int, str]] = {
     21: "certify: the training does not repeat itself",
     22: "the training script failed, or cannot be certified",
     23: "the processes of the job did not agree",
+    24: "replicate --check: the copy lags behind",
+    25: "replicate: the copy has something else under the same names",
+    26: "sealed: no key was given, or the wrong one",
     130: "interrupted",
 }
 
 
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
-    "look": ("ls", "show", "verify"),
-    "take out": ("export",),
-    "keep": ("tag", "keep", "rm", "undelete", "gc", "replicate"),
+    "look": ("ls", "show", "status", "du", "verify", "config"),
+    "formats": ("import", "migrate", "export"),
+    "keep": ("tag", "keep", "rm", "undelete", "gc", "replicate", "promote"),
     "memory": ("flush", "memory"),
-    "try": ("certify", "bench", "demo"),
+    "seal": ("key", "sign"),
+    "try": ("certify", "bench", "probe", "demo"),
 }
 """The commands, as `tenuto --help` groups them."""
 
@@ -120,11 +124,10 @@ class PlainGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         wide = max(map(len, GROUPS)) + 2
-        lines = [f"Usage: {ctx.command_path} COMMAND [WHERE] [OPTIONS]", "", *self._commands(wide, formatter.width), ""]
+        lines = [f"Usage: {ctx.command_path} COMMAND [WHERE] [OPTIONS]", *self._commands(wide, formatter.width), ""]
         notes = (
-            ("WHERE", f"A directory or a URL; else ${VARIABLE} or the current folder."),
-            ("OPTIONS", f"{ctx.command_path} COMMAND --help; {ctx.command_path} --version"),
-            ("MORE", f"{REFERENCE}: every option, exit statuses, JSON"),
+            ("WHERE", f"A directory or URL; else ${VARIABLE} or tenuto.toml."),
+            ("MORE", f"{ctx.command_path} COMMAND --help; {REFERENCE}"),
         )
         lines += [line for name, text in notes for line in _row(name, text, wide - 2, formatter.width)]
         formatter.write("\n".join(lines) + "\n")

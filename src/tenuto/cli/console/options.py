@@ -20,7 +20,7 @@ Where = Annotated[
     str,
     typer.Argument(
         metavar="WHERE",
-        help=f"The repository; else ${VARIABLE} or the current folder.",
+        help=f"The repository; else ${VARIABLE}, this folder, or tenuto.toml.",
         show_default=False,
     ),
 ]
@@ -70,8 +70,11 @@ def repository(where: str) -> Repo:
     from tenuto.repo.repository import Repo
     from tenuto.store.registry import open_store
 
-    repo = Repo.open(open_store(where))
-    report_to(repo.store, lambda message: output.story(f"note: {message}"))
+    def note(message: str) -> None:
+        output.story(f"note: {message}")
+
+    repo = Repo.open(open_store(where), report=note)
+    report_to(repo.store, note)
     return repo
 
 

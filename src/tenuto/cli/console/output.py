@@ -85,6 +85,7 @@ def story(text: str, *, cleaned: bool = False) -> None:
     if sys.stderr.isatty():
         room = shutil.get_terminal_size().columns
         text = "\n".join(_wrapped(row, room) for row in text.split("\n"))
+    sys.stdout.flush()  # what was printed before stands before it, also where both go into one file
     sys.stderr.write(text + "\n")
 
 

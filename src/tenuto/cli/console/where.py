@@ -1,4 +1,4 @@
-"""Which repository a command means where its WHERE is left out: $TENUTO_WHERE, or the folder one stands in."""
+"""Which repository a command means without its WHERE: what $TENUTO_WHERE, the folder one is in, or tenuto.toml says."""
 
 from __future__ import annotations
 
@@ -28,11 +28,28 @@ def default_place(otherwise: str = "") -> str:
     if _is_repository("."):
         output.story("note: the repository is the folder you are in")
         return "."
+    found = _of_settings()
+    if found is not None:
+        output.story(f"note: the repository is {found[0]}, from {found[1]}")
+        return found[0]
     raise UsageError(
         "which repository?",
         subject="WHERE",
         hint=f"name it as WHERE, set {VARIABLE}, or run this in its folder{otherwise}",
     )
+
+
+def _of_settings() -> tuple[str, str] | None:
+    """Returns the repository that the settings file names, and the line it stands on; None without such a file. Raises
+    UsageError for a file that cannot be read."""
+    from tenuto.training.config.document import document, find
+
+    path = find()
+    if path is None:
+        return None
+    from tenuto.training.config.objects import primary
+
+    return primary(document(path))
 
 
 def with_place(command: Any, ctx: Any, words: Sequence[str]) -> list[str]:
@@ -72,7 +89,7 @@ def _positional(command: Any, ctx: Any, words: list[str], arguments: Sequence[An
 
 
 def _has_default() -> bool:
-    return bool(os.environ.get(VARIABLE)) or _is_repository(".")
+    return bool(os.environ.get(VARIABLE)) or _is_repository(".") or _of_settings() is not None
 
 
 def _is_place(word: str) -> bool:

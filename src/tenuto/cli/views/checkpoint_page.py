@@ -14,6 +14,7 @@ from tenuto.cli.views.shards import Contents
 from tenuto.cli.views.state_tree import TreeLine, lines
 from tenuto.model.exactness import because, exactness
 from tenuto.model.records import Manifest
+from tenuto.repo.bases import data_files_of
 from tenuto.units import count, size
 
 LINES: Final = 25
@@ -81,6 +82,10 @@ class Page:
             yield "metrics", _metrics(self.metrics)
         by = f", saved by {ranks} ranks" if ranks > 1 else ""
         yield "size", f"{size(manifest.bytes)} in {count(manifest.leaves, 'tensor')}{by}"
+        if how := stored(manifest):
+            yield "stored", how
+        if manifest.bases:
+            yield "rests on", data_files_of(manifest.bases)
         yield "lies in", self.place
         yield from self.unusual
 
@@ -154,3 +159,22 @@ def verdict_of(certificate: Mapping[str, Any]) -> tuple[str, list[str], list[str
     caveats = [str(one) for one in certificate.get("caveats") or ()]
     otherwise = "unknown: its certificate has no verdict" if certificate else "unknown: no training has saved it"
     return exactness(certificate) or otherwise, list(because(certificate)), caveats
+
+
+def stored(manifest: Manifest) -> str | None:
+    """Returns in words how a checkpoint is stored: what its own data files take, what others have, and what was
+    decided; None where it is stored as it is."""
+    about = manifest.environment.get("encoding")
+    if not isinstance(about, Mapping):
+        return None
+    if len(manifest.indexes) > 1:  # each rank has decided; noted is what the first one did
+        return (
+            f"{size(manifest.stored_bytes)} of {size(manifest.bytes)}; by rank 0: {clean(str(about.get('decision')))}"
+        )
+    written, raw, named, deltas = (int(about.get(f"{name}_bytes", 0)) for name in ("written", "raw", "named", "delta"))
+    parts = [f"{size(written)} of {size(raw)}"]
+    if named:
+        parts.append(f"{size(named)} are named in others")
+    if deltas:
+        parts.append(f"{size(deltas)} are differences")
+    return f"{', '.join(parts)}; {clean(str(about.get('decision')))}"

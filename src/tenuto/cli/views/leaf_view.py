@@ -11,7 +11,7 @@ from tenuto.cli.console import output
 from tenuto.errors import TenutoError
 
 if TYPE_CHECKING:
-    from tenuto.api.open import Leaf, Opened
+    from tenuto.engine.read.opened import Leaf, Opened
     from tenuto.model.ids import CheckpointId
     from tenuto.repo.repository import Repo
 

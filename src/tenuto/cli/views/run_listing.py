@@ -18,6 +18,7 @@ from tenuto.errors import (
 from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
+from tenuto.repo.format.object_names import NOTES
 from tenuto.repo.notes import verification_of
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ class RunRow:
     verdict: Exactness | None = None
     """Whether a resume from it is exact, as its certificate says."""
     goes: str = ""
+    until: str = ""
+    """When a removed checkpoint's bytes may go, and until when it can be brought back."""
+    needed_by: str = ""
+    """What of those listed rests on a removed one's data files, so that they stay."""
     freed: bool = False
     """Whether nothing is left of it but the mark of an aborted save, as where gc has emptied the trash."""
 
@@ -80,7 +85,10 @@ class RunRow:
         marks += [f"best {metric}{' of these' if of_these else ''}" for metric in best]
         if STATES[self.state]:
             marks.append(STATES[self.state])
-            marks += [f"kept until {self.goes[5:16].replace('T', ' ')}"] if self.goes else []
+            if self.needed_by:
+                marks.append(f"data files needed by {self.needed_by}")
+            elif self.until:
+                marks.append(f"kept until {self.until[5:16].replace('T', ' ')}")
         if self.state == "committed" and not self.on_walk:
             marks.append("left behind")
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
@@ -253,6 +261,8 @@ def _all_saves(repo: Repo) -> dict[str, _RunSaves]:
 def _newest_saves(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSaves]:
     from tenuto.maintenance.census import census_of, names_of_runs
 
+    if repo.store.capabilities.remote:
+        return _newest_of_one_listing(repo, only, limit)
     runs: dict[str, _RunSaves] = {}
     for run, names in names_of_runs(repo).items():
         found = _RunSaves(tuple(sorted(names.claimed)))
@@ -268,6 +278,36 @@ def _newest_saves(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSav
         if found.attempts or found.saves:
             runs[run] = found
     return runs
+
+
+def _newest_of_one_listing(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSaves]:
+    """Does what `_newest_saves` does where each call is a request: lists everything in one go, which is a request for
+    each thousand objects, and reads what is shown, several at once."""
+    from tenuto.maintenance.census import classify_all, list_names
+
+    census = list_names(repo)
+    runs: dict[str, _RunSaves] = {}
+    for run, number in sorted(census.attempts):
+        found = runs.setdefault(run, _RunSaves())
+        found.attempts = (*found.attempts, number)
+    for run in [*runs] if only is None else [run_key(only)]:
+        waiting = sorted((id for id in census.saves if id.run == run), reverse=True)
+        found = runs.get(run, _RunSaves())
+        while waiting and len(found.saves) < limit:
+            wanted = limit - len(found.saves)
+            some = [census.saves[id] for id in waiting[:wanted]]
+            del waiting[:wanted]
+            classify_all(repo, some)
+            found.saves += [save for save in some if save.state in STATES]
+        found.more = len(waiting)
+        if found.attempts or found.saves:
+            runs[run] = found
+    return runs
+
+
+def _has_notes(save: SaveDirectory) -> bool:
+    """Returns whether the listing that a save came with has notes of it."""
+    return any(entry.name.startswith(f"{save.id.directory}/{NOTES}/") for entry in save.entries)
 
 
 def _rows(
@@ -288,9 +328,12 @@ def _rows(
         if stretch.run == run and stretch.attempt < lowest:
             break
         line.append(stretch)
+    resting = {base: str(save.id) for save in saves if save.state == "committed" for base in save.bases}
     for save in sorted(saves, key=lambda save: (save.id.attempt, save.id.step), reverse=True):
         manifest, cut = save.manifest, _cut(repo, save)
-        notes = notes_of(repo, save.id) if save.state == "committed" else ()
+        notes = notes_of(repo, save.id) if save.state == "committed" and _has_notes(save) else ()
+        marks = list(valid_marks(repo, save)) if save.state == "removed" else []
+        others = "others" if any(mark.by == "needed" for mark in marks) else ""
         yield RunRow(
             id=save.id,
             state="damaged" if cut else save.state,
@@ -308,7 +351,9 @@ def _rows(
             modes=modes_of(manifest) if manifest else {},
             verdict=exactness(manifest.certificate) if manifest else None,
             freed=save.state == "closed" and save.begin is None and not any(True for _ in save.own()),
-            goes=max((mark.goes for mark in valid_marks(repo, save)), default="") if save.state == "removed" else "",
+            goes=max((mark.goes for mark in marks), default=""),
+            until=max((mark.until for mark in marks), default=""),
+            needed_by=resting.get(save.id, others) if save.state == "removed" else "",
         )
 
 

@@ -107,6 +107,7 @@ class JobGroup:
         timeout_s: float = TIMEOUT_S,
         *,
         call: str = "Checkpointer",
+        find: Callable[[Store], Repo] | None = None,
         facts: Mapping[str, str] | None = None,
         writers: Strategy = "balanced",
         before_create: BeforeCreate | None = None,
@@ -115,6 +116,8 @@ class JobGroup:
         """Meets the other ranks, and opens the repository, which has to be the same one for all of them.
 
         call: the function that all of them called.
+        find: opens what is to be read, on the coordinator, which may be another place of the repository; without it a
+        repository is made where there is none.
         facts: what else has to be equal on all of them.
         before_create: as for `Repo.create_or_open`, on the coordinator.
 
@@ -130,7 +133,7 @@ class JobGroup:
         agreement.session.behind = group._behind
         crashpoint("ranks met, repository not yet opened")
         try:
-            return group, group._open(store, create=call != "load", before_create=before_create)
+            return group, group._open(store, find, before_create)
         except BaseException as error:
             group.leave(error)
             raise
@@ -167,25 +170,25 @@ class JobGroup:
         """Returns an equal share; None where one rank writes all that several hold, so that shares are not equal."""
         return None if self.writers == "one" else nbytes // self.world_size
 
-    def _open(self, where: Store, *, create: bool = True, before_create: BeforeCreate | None = None) -> Repo:
-        """Opens the repository. With `create` the coordinator makes one where there is none; the others have to find
-        the same one."""
+    def _open(self, where: Store, find: Callable[[Store], Repo] | None, before_create: BeforeCreate | None) -> Repo:
+        """Opens the repository, as `find` does on the coordinator; without it, that makes one where there is none. The
+        others have to find the same one."""
         phase, wrong = "opening the repository", ""
         with self.agreement.round("place") as round:
             if self.coordinates:
-                repo = Repo.create_or_open(where, before_create=before_create) if create else Repo.open(where)
+                repo = Repo.create_or_open(where, before_create=before_create) if find is None else find(where)
                 self.spread = places_of(repo.store) is not None
-                round.broadcast(f"{repo.id} {self.spread}".encode())
+                round.broadcast(f"{repo.id} {self.spread} {repo.url if repo.url != where.url else ''}".encode())
             else:
-                wanted, _, spread = round.receive(self.timeout_s, phase).decode().partition(" ")
+                wanted, spread, elsewhere = round.receive(self.timeout_s, phase).decode().split(" ", 2)
                 self.spread = spread == str(True)
-                found, wrong = self._find(where, wanted)
+                found, wrong = self._find(open_store(elsewhere) if elsewhere else where, wanted)
         self._same_place(where.url, wrong, phase)
         if not self.coordinates:
             assert found is not None, "voted for"
             repo = found
         places = places_of(where)
-        if create and places is not None:  # alike on all ranks
+        if find is None and places is not None:  # alike on all ranks
             self._assign_places(join(repo.store, repo.id), places)
         return repo
 
@@ -446,13 +449,16 @@ def joined_group(
     *,
     call: Literal["save", "load"],
     facts: Mapping[str, str],
+    find: Callable[[Store], Repo] | None = None,
     writers: Strategy = "balanced",
 ) -> Iterator[tuple[JobGroup, Repo]]:
     """Yields this process among the ranks, and the repository. The other ranks learn what the block raises. Raises what
     `JobGroup.meet` does, and RankFailed for a rank that could not set what it had loaded: a save is committed by then,
     but a load has come to nothing unless all ranks have what they asked for."""
     try:
-        group, repo = JobGroup.meet(ranks, where, run, emitter, timeout_s, call=call, facts=facts, writers=writers)
+        group, repo = JobGroup.meet(
+            ranks, where, run, emitter, timeout_s, call=call, find=find, facts=facts, writers=writers
+        )
     except RanksMissing as error:
         hint = f"every rank of the job calls tenuto.{call}; one that is to {call} by itself: ranks=tenuto.Solo()"
         raise RanksMissing(

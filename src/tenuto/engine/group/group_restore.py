@@ -161,7 +161,9 @@ class GroupRestore:
         self.raised_by_all = False
         """Whether the last restore has ended by a vote that all ranks have received: no rank waits for more of it."""
 
-    def restore(self, step: int | str, *, withdrawn: Container[int] = frozenset()) -> RestoreResult | None:
+    def restore(
+        self, step: int | str | CheckpointId, *, withdrawn: Container[int] = frozenset()
+    ) -> RestoreResult | None:
         """Restores what the coordinator chooses; None, on all ranks, where the run has no checkpoint. `withdrawn`: the
         coordinator's, as `walk` has it."""
         self.raised_by_all = False
@@ -174,11 +176,14 @@ class GroupRestore:
 
     # -- the coordinator -----------------------------------------------------------------------------------------------
 
-    def _choose(self, resume_from: int | str, withdrawn: Container[int]) -> RestoreResult | None:
+    def _choose(self, resume_from: int | str | CheckpointId, withdrawn: Container[int]) -> RestoreResult | None:
         """Opens one round for each candidate, and one more where nothing is left to try."""
         try:
             if resume_from == "latest":
-                result, _ = choose(self._repo, self._run, self._broadcast_and_read, self._emitter, withdrawn=withdrawn)
+                result, _, newest = choose(
+                    self._repo, self._run, self._broadcast_and_read, self._emitter, withdrawn=withdrawn
+                )
+                result = result and replace(result, newest=newest)
             else:
                 result = exactly(self._repo, resolve(self._repo, self._run, resume_from), self._broadcast_and_read)
         except (RankFailed, RanksMissing):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -38,10 +38,11 @@ from tenuto.engine.group.rounds import (
 )
 from tenuto.engine.save.commit_protocol import ManifestCallback
 from tenuto.engine.save.handle import Save
-from tenuto.engine.save.job import Job, ManifestDetails, manifest_about
+from tenuto.engine.save.job import Job, ManifestDetails, manifest_about, stored_in
 from tenuto.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, in_words
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled
+from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Json, Manifest, Receipt
 from tenuto.model.timing import RankTimings, Timing
 from tenuto.ranks.agreement import Agreement
@@ -49,6 +50,7 @@ from tenuto.ranks.round import Round
 from tenuto.repo.commit import begin, commit, put_object
 from tenuto.repo.format.manifest import joint_digest, rank_digest
 from tenuto.repo.format.object_names import BOXES
+from tenuto.repo.format.objects import Fields, checkpoint_json
 from tenuto.repo.format.shard_table import encode_boxes
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.repository import Repo
@@ -57,6 +59,29 @@ from tenuto.sharding.merge_trees import unite
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.contract import Flattened
 from tenuto.state.position.rng import alike
+
+# --------------------------------------------------------------------------------------------------
+# Where the chunks of a rank are stored, if they are encoded: sent with its receipts, and united in the manifest.
+
+
+def _sent_of(index: Index) -> dict[str, Any]:
+    """Returns what a rank sends of it."""
+    stored = stored_in(index)
+    return {**stored, "bases": [checkpoint_json(base) for base in stored["bases"]]} if stored else {}
+
+
+def _bases(posts: Iterable[RankMessage]) -> tuple[CheckpointId, ...]:
+    """Returns the checkpoints that any of the ranks names."""
+    reader = Fields({}, "what a rank has sent")
+    named = (base for post in posts for base in post.head.get("bases", ()))
+    return tuple(sorted({reader.checkpoint_of(base, "a checkpoint") for base in named}))
+
+
+def _united(posts: Sequence[RankMessage]) -> dict[str, Any]:
+    """Returns what the manifest says."""
+    stored = [int(post.head["stored"]) for post in posts if "stored" in post.head]
+    return {"bases": _bases(posts), "stored": sum(stored)} if stored else {}
+
 
 # --------------------------------------------------------------------------------------------------
 # The timing of a save on each rank, sent with its receipts and merged by the coordinator.
@@ -234,6 +259,7 @@ class GroupCommit:
         under.spell()
         head = {
             "attempt": attempt.id,
+            "bases": [checkpoint_json(base) for base in job.bases],
             "fingerprint": under.share.fingerprint,
             "names": list(job.names),
             "step": save.step,
@@ -287,7 +313,8 @@ class GroupCommit:
             round.broadcast(refusal(error, job.save.step).encode())
             return
         job.names = [str(name) for post in posts for name in post.head["names"]] + [BOXES]
-        begin(attempt, job.save.step, job.save.save_id, job.names)
+        job.bases = _bases(posts)
+        begin(attempt, job.save.step, job.save.save_id, job.names, bases=job.bases)
         job.begun = True
         senders = first_of_each([post.head["tree"] for post in posts])[1:]
         round.broadcast(RankMessage(GO, {"trees": senders}, b"").encode())
@@ -313,8 +340,10 @@ class GroupCommit:
         replicas = under.compared.of_sets(under.replicas)
         head = {
             "content": rank_digest(index),
-            "index": {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name},
-            "packs": [[pack.name, pack.length] for pack in index.packs],
+            "index": {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name, "sha256": entry.sha256},
+            "bytes": save.bytes,
+            **_sent_of(index),
+            "packs": [[pack.name, pack.length] for pack in index.packs if pack.at is None],
             "replicas": len(replicas),
             "timing": own_timing(save) if timed else {},
             "tree": under.digest,
@@ -364,7 +393,8 @@ class GroupCommit:
             tree=tree.value,
             indexes=tuple(entries),
             content=joint_digest(tree, plan.table, [post.head["content"] for post in posts]),
-            bytes=sum(int(length) for post in posts for _, length in post.head["packs"]),
+            bytes=sum(int(post.head["bytes"]) for post in posts),
+            **_united(posts),
             leaves=plan.table.leaves,
             chunk_bytes=index.chunk_bytes,
             created=job.created,
@@ -372,7 +402,7 @@ class GroupCommit:
         )
         told(replace(manifest, tree=None))
         round.check()  # a rank that has given up since has reported the save as failed
-        commit(repo, manifest, receipts, tree=tree)
+        commit(repo, manifest, receipts, tree=tree, own=(index,))
         crashpoint("manifest durable, not yet announced")
         facts = {"bytes": manifest.bytes, "content": manifest.content, "leaves": manifest.leaves}
         round.broadcast(RankMessage(GO, {**facts, "timing": timings.to_json()}, b"").encode())
@@ -441,7 +471,9 @@ class GroupCommit:
 
 
 def _entry(record: Mapping[str, Any]) -> IndexEntry:
-    return IndexEntry(str(record["name"]), int(record["length"]), bytes.fromhex(record["digest"]))
+    return IndexEntry(
+        str(record["name"]), int(record["length"]), bytes.fromhex(record["digest"]), str(record.get("sha256", ""))
+    )
 
 
 def _known_manifest(save: Save, index: Index, head: Mapping[str, Any]) -> Manifest:

@@ -164,11 +164,12 @@ class ImageStore:
     def stat(self, name: str) -> Stat:
         return Stat(len(self._find(name)), 0)
 
-    def children(self, prefix: str) -> Listing:
+    def children(self, prefix: str, *, after: str = "") -> Listing:
         start = f"{prefix}/" if prefix else ""
         below = [name[len(start) :] for name in self._parts if name.startswith(start)]
         directories = {rest.partition("/")[0] for rest in below if "/" in rest}
-        return Listing(tuple(sorted(directories)), tuple(sorted(rest for rest in below if "/" not in rest)))
+        found = Listing(tuple(sorted(directories)), tuple(sorted(rest for rest in below if "/" not in rest)))
+        return found.behind(after)
 
     def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         start = f"{prefix}/" if prefix else ""

@@ -43,8 +43,9 @@ _POLL_S: Final = 0.05
 UNFIT: Final = "unfit: "
 LACKING: Final = "lacking: "
 
-RestoreImage = Callable[[Prepare], tuple[Candidate, RestoreResult] | None]
-"""Restores one image; None, on all ranks, where it is damaged on one, which is reported."""
+RestoreImage = Callable[[Prepare, bool], tuple[Candidate, RestoreResult] | None]
+"""Restores one image; None, on all ranks, where it is damaged on one, which is reported. With True it peeks: every byte
+is verified, and what says that it was restored is left unsaid."""
 Skip = Callable[[CheckpointId, str], None]
 """Reports a damaged image that is passed over, and why."""
 
@@ -95,7 +96,7 @@ class MemoryRestore:
         self._tier.take_over(None)
         for restore_image in self._images.find(self._warn):
             crashpoint("memory image found, not adopted")
-            restored = restore_image(prepare)
+            restored = restore_image(prepare, False)
             if restored is not None:
                 candidate, result = restored
                 self.restored = candidate
@@ -105,6 +106,15 @@ class MemoryRestore:
                 crashpoint("memory image adopted, not yet claimed")
                 return result
         return None
+
+    def peek(self, prepare: Prepare) -> tuple[Candidate, RestoreResult] | None:
+        """Returns the image that `restore` will take, every byte verified. `prepare` fills nothing."""
+        self.skipped.clear()
+        return next(filter(None, (one(prepare, True) for one in self._images.find(_ignore))), None)
+
+    def open(self, candidate: Candidate) -> Image:
+        """Returns the image of a candidate, to be closed before the run is claimed."""
+        return self._tier.open(candidate)
 
     def _warn(self, message: str) -> None:
         self._emitter.emit(Warned(message, self._run))
@@ -129,20 +139,20 @@ class OwnImages:
     def appeared(self) -> bool:
         return self._tier.hold() and bool(self._tier.candidates(_ignore))
 
-    def _restore(self, candidate: Candidate, prepare: Prepare) -> tuple[Candidate, RestoreResult] | None:
+    def _restore(self, candidate: Candidate, prepare: Prepare, peek: bool) -> tuple[Candidate, RestoreResult] | None:
         try:
-            return candidate, self._restored(candidate, prepare)
+            return candidate, self._restored(candidate, prepare, peek)
         except (CorruptionError, OSError) as error:
             message = getattr(error, "message", None) or repr(error)
             self._skip(candidate.footer.id, f"its image in memory: {message}")
             return None
 
-    def _restored(self, candidate: Candidate, prepare: Prepare) -> RestoreResult:
+    def _restored(self, candidate: Candidate, prepare: Prepare, peek: bool) -> RestoreResult:
         image = self._tier.open(candidate)
         try:
-            if candidate.verdict.base is None:  # no checkpoint would replace a partly filled state
+            if peek or candidate.verdict.base is None:  # no checkpoint would replace a partly filled state
                 check_image(image, image.repo.index(image.manifest(), image.footer.rank))
-            return restore_checkpoint(image.repo, candidate.footer.id, prepare, emitter=self._emitter)
+            return restore_checkpoint(image.repo, candidate.footer.id, prepare, emitter=None if peek else self._emitter)
         finally:
             image.close()
 
@@ -223,7 +233,7 @@ class CommonImages:
 
     # -- one of them ---------------------------------------------------------------------------------------------------
 
-    def _restore(self, common: CommonImage, prepare: Prepare) -> tuple[Candidate, RestoreResult] | None:
+    def _restore(self, common: CommonImage, prepare: Prepare, peek: bool) -> tuple[Candidate, RestoreResult] | None:
         """Returns None, on all ranks, where some rank's image is damaged, or not of what it holds."""
         began, id, base = time.perf_counter(), common.id, common.verdict.base
         candidate: Candidate | None = None
@@ -236,7 +246,7 @@ class CommonImages:
                 nonlocal candidate, image, matched
                 candidate = self._candidate(common)
                 image = self._tier.open(candidate)
-                matched = match_image(image, prepare, verify=base is None)
+                matched = match_image(image, prepare, verify=peek or base is None)
                 return "".join(f"{LACKING}{path}" for (path, _, _), _ in matched.lacking[:1])
 
             def fill() -> None:
@@ -266,7 +276,7 @@ class CommonImages:
             if image is not None:
                 image.close()
         assert candidate is not None and matched is not None
-        return candidate, self._applied(candidate, matched, moved, began)
+        return candidate, self._applied(candidate, matched, moved, began, peek)
 
     def _candidate(self, common: CommonImage) -> Candidate:
         for slot, footer in self._tier.own_images():
@@ -274,12 +284,15 @@ class CommonImages:
                 return Candidate(slot, footer, common.verdict)
         raise CorruptionError(f"the image of {common.id} is no longer there", subject=str(common.id))
 
-    def _applied(self, candidate: Candidate, matched: MatchedImage, moved: int, began: float) -> RestoreResult:
+    def _applied(
+        self, candidate: Candidate, matched: MatchedImage, moved: int, began: float, peek: bool
+    ) -> RestoreResult:
         crashpoint("restore voted for, run not yet claimed")
         footer, manifest = candidate.footer, matched.manifest
         state = matched.prepared.apply()
         seconds = time.perf_counter() - began
-        self._emitter.emit(RestoredEvent(footer.id, moved, seconds, manifest.content))
+        if not peek:
+            self._emitter.emit(RestoredEvent(footer.id, moved, seconds, manifest.content))
         return RestoreResult(footer.id, manifest, state, matched.prepared.report, moved, seconds)
 
     def _vote(self, work: Callable[[], str | None], id: CheckpointId) -> VoteResult:

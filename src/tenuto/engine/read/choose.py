@@ -67,7 +67,8 @@ Skipped = tuple[CheckpointId, str]
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
     """What was restored, from where, and what was skipped on the way. `ranks`: the timings of several ranks. `metrics`:
-    those of the manifest and those noted later; None where nobody looked for notes."""
+    those of the manifest and those noted later; None where nobody looked for notes. `newest`: what `latest` meant when
+    this one was chosen; None where it was named."""
 
     id: CheckpointId
     manifest: Manifest
@@ -78,6 +79,7 @@ class RestoreResult:
     skipped: tuple[Skipped, ...] = ()
     ranks: RankTimings | None = None
     metrics: Mapping[str, float] | None = None
+    newest: CheckpointId | None = None
 
 
 class _Vanished(Exception):
@@ -105,8 +107,10 @@ def restore_latest(
     must not silently start from scratch. `withdrawn`: see `walk`.
     """
     emit = emitter or Emitter()
-    result, skipped = choose(repo, run, lambda id, _: _attempt(repo, id, prepare, emit), emit, withdrawn=withdrawn)
-    return None if result is None else replace(result, skipped=tuple(skipped))
+    result, skipped, newest = choose(
+        repo, run, lambda id, _: _attempt(repo, id, prepare, emit), emit, withdrawn=withdrawn
+    )
+    return None if result is None else replace(result, skipped=tuple(skipped), newest=newest)
 
 
 def report_skipped(emitter: Emitter, url: str, skipped: Sequence[Skipped], taken: CheckpointId | None) -> None:
@@ -133,9 +137,9 @@ def choose(
     emit: Emitter,
     *,
     withdrawn: Container[int] = frozenset(),
-) -> tuple[Result | None, list[Skipped]]:
+) -> tuple[Result | None, list[Skipped], CheckpointId | None]:
     """Returns `attempt(id, skipped)` of the first checkpoint on the walk of I4 for which it raises no CorruptionError,
-    and the skipped ones with the reasons. Raises and returns like `restore_latest`."""
+    the skipped ones with the reasons, and the first on the walk. Raises and returns like `restore_latest`."""
     skipped: list[Skipped] = []
     stranded: CheckpointId | None = None
     # Copies, and what is of another repository: verify names those when it looks at everything.
@@ -155,10 +159,12 @@ def choose(
 
     for _ in range(CHOICES):
         skipped, misplaced = [], []
+        first: CheckpointId | None = None
         try:
             for id in walk(repo, run, report=report, withdrawn=withdrawn, misplaced=pass_over):
+                first = first or id
                 try:
-                    return _unless_vanished(repo, id, partial(attempt, id, skipped)), skipped
+                    return _unless_vanished(repo, id, partial(attempt, id, skipped)), skipped, first
                 except CorruptionError as error:
                     skipped.append((id, error.message))
                     emit.emit(CandidateSkipped(id, error.message))
@@ -199,7 +205,7 @@ def choose(
             hint=f"name one: step={stranded.step}, or resume_from={stranded.step}; "
             f"`{typed('tenuto', 'ls', repo.url)}` shows all",
         )
-    return None, []
+    return None, [], None
 
 
 def _elsewhere(repo: Repo, run: str) -> CheckpointId | None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,9 +21,13 @@ from tenuto.engine.read.packs import OpenPack, damaged, from_any_copy, missing, 
 from tenuto.errors import CorruptionError, ObjectNotFound, TenutoError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import PackEntry
+from tenuto.repo.format.stored_chunks import RAW
 from tenuto.repo.repository import Repo
-from tenuto.sharding.coalesce import GAP_BYTES, TASK_BYTES, ReadPlan, ReadTask, coalesce
+from tenuto.sharding.coalesce import GAP_BYTES, TASK_BYTES, Flags, ReadPlan, ReadTask, coalesce
 from tenuto.state.contract import Buffer
+
+if TYPE_CHECKING:
+    from tenuto.engine.read.encoded_chunks import ChunkDecoder, Opened
 
 # --------------------------------------------------------------------------------------------------
 # Runs: chunks that follow each other in a pack and are read together to be verified.
@@ -50,7 +54,11 @@ def chunk_runs(
     pack: only those of this pack.
     span: only those that hold some of bytes `span[0][i] .. span[1][i] - 1` of it, ranges in order that do not overlap.
     """
-    found = chunks.chunks(None if pack is None else np.flatnonzero(chunks.pack == pack))
+    if chunks.stored is not None:
+        found = chunks.all_stored()
+        found = found if pack is None else found.take(np.flatnonzero(found.pack == pack))
+    else:
+        found = chunks.chunks(None if pack is None else np.flatnonzero(chunks.pack == pack))
     if span is not None:
         # The first range that ends behind the chunk's first byte is the first that may meet it.
         coming = np.searchsorted(span[1], found.offset, side="right")
@@ -180,6 +188,17 @@ class _Task:
     task: ReadTask
 
 
+def long_reads(repo: Repo) -> int:
+    """Returns the length of reads where each is a request that mostly waits; 0 where reads are short and many."""
+    length = repo.store.capabilities.part_bytes
+    return length if length > TASK_BYTES else 0
+
+
+def threads_for(repo: Repo) -> LoopThreads:
+    """Returns how many threads a process reads this repository with that reads alone."""
+    return LoopThreads.of(1, waiting=repo.store.capabilities.parallel if long_reads(repo) else 0)
+
+
 class ChunkReader:
     """Reads rows of one index. May be used by several threads."""
 
@@ -206,7 +225,9 @@ class ChunkReader:
         self._entries = entries
         self._packs = packs
         self._gone = gone or (lambda name: missing(repo, name))
-        self._threads = threads or LoopThreads.of(1)
+        self._threads = threads or threads_for(repo)
+        self._long = long_reads(repo)
+        """The length of a task that is one read, not cut into what fits a processor's cache; else 0."""
         self._buffers = AlignedBuffers()
         self._done = 0
         self._count = threading.Lock()
@@ -250,16 +271,65 @@ class ChunkReader:
 
     def _deliver(self, request: _Request, packs: Callable[[PackEntry], OpenPack]) -> None:
         self._done = 0
-        tasks: list[_Task] = []
-        gap, reads = GAP_BYTES if request.span is None else PART_GAP_BYTES, False
         chunks = self._chunks.chunks(request.rows, request.span)
-        for number, chosen in _by_pack(self._chunks.pack[request.rows], chunks):
-            pack = packs(self._entries[number])
+        coded, numbers = self._coded(chunks), self._chunks.pack[request.rows]
+        opened: dict[int, OpenPack] = {}
+        decoder: ChunkDecoder | None = None
+        if coded is not None:
+            decoded, chunks = chunks.take(np.flatnonzero(coded)), chunks.take(np.flatnonzero(~coded))
+            from tenuto.engine.read.encoded_chunks import TASK_BYTES as DECODED_BYTES  # plain ones need no codecs
+            from tenuto.engine.read.encoded_chunks import ChunkDecoder
+
+            decoder = ChunkDecoder(self._repo, self._id, self._chunks, self._entries, request.path)
+            numbers = chunks.pack
+            opened = {number: packs(self._entries[number]) for number in decoder.packs(decoded.digest)}
+        tasks: list[_Task | Chunks] = []
+        gap, reads = GAP_BYTES if request.span is None else PART_GAP_BYTES, False
+        for number, chosen in _by_pack(numbers, chunks):
+            pack = opened.get(number) or packs(self._entries[number])
             reads |= pack.view is None
-            plan = coalesce(chosen, task_bytes=TASK_BYTES if pack.view is None else VIEWED_BYTES, gap_bytes=gap)
+            plan = coalesce(
+                chosen, task_bytes=(self._long or TASK_BYTES) if pack.view is None else VIEWED_BYTES, gap_bytes=gap
+            )
             lists = _Lists.of(plan.chunks)
             tasks.extend(_Task(request, pack, plan, lists, task) for task in plan.tasks)
-        parallel_for(self._task, tasks, self._threads.read if reads else self._threads.copy)
+        if coded is not None and len(decoded):
+            reads = True
+            group = np.cumsum(decoded.size) // max(DECODED_BYTES, self._long)
+            bounds = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(decoded)]
+            # First: decoding takes longer than reading.
+            tasks[:0] = [decoded.take(slice(begin, end)) for begin, end in pairwise(bounds)]
+
+        def work(task: _Task | Chunks) -> None:
+            if isinstance(task, _Task):
+                self._task(task)
+            else:
+                assert decoder is not None
+                self._decode(request, decoder, task, opened)
+
+        parallel_for(work, tasks, self._threads.read if reads else self._threads.copy)
+
+    def _coded(self, chunks: Chunks) -> Flags | None:
+        """Returns which of these chunks have to be decoded or unsealed; None for an index that is not encoded."""
+        stored = self._chunks.stored
+        if stored is None:
+            return None
+        plain = stored.codecs.index(RAW) if RAW in stored.codecs else -1
+        sealed = np.array([bool(entry.key) for entry in self._entries], np.bool_)
+        found: Flags = (stored.codec[chunks.digest] != plain) | sealed[chunks.pack]
+        return found
+
+    def _decode(self, request: _Request, decoder: ChunkDecoder, chunks: Chunks, opened: Opened) -> None:
+        want, start, size = chunks.want.tolist(), chunks.start.tolist(), chunks.size.tolist()
+        targets = [request.out.part(one, at, at + nbytes) for one, at, nbytes in zip(want, start, size, strict=True)]
+        try:
+            found = decoder.read(chunks.digest.tolist(), chunks.row.tolist(), opened, targets)
+        except ObjectNotFound as error:
+            raise self._gone(error.subject or "") from error
+        for one, at, data, target in zip(want, start, found, targets, strict=True):
+            if data is not target:
+                request.out.put(one, at, data)
+        self._count_done(request, sum(size))
 
     def read_range(self, pack: OpenPack, found: ChunkRange, target: Buffer, path: str) -> None:
         """Fills `target` with the bytes of consecutive chunks of one row, each verified. Raises as `read`.
@@ -286,7 +356,7 @@ class ChunkReader:
 
     def check_run(self, pack: str, run: ChunkRun, data: Buffer, path: Callable[[int], str]) -> None:
         """Raises CorruptionError where the bytes of a run, in the pack of this name, are not what was saved."""
-        bad = differing(run.chunks, self._chunks.digests, data)
+        bad = differing(run.chunks, self._chunks.stored_digests, data)
         if len(bad):
             raise self._damaged(pack, run.chunks, int(bad[0]), path)
 
@@ -298,14 +368,37 @@ class ChunkReader:
 
     def _task(self, one: _Task) -> None:
         task, plan, pack = one.task, one.plan, one.pack
-        straight = pack.reader.alignment == 1 and task.shortest >= STRAIGHT_BYTES
+        if self._long and pack.view is None and self._one_row(one):
+            self._count_done(one.request, task.nbytes)
+            return
+        straight = pack.reader.alignment == 1 and task.shortest >= STRAIGHT_BYTES and not self._long
         fetched = None if pack.view is not None or straight else self._fetch(pack, task.start, task.stop)
         for run in range(task.first, task.last):
             self._run(one, plan.runs[run], plan.runs[run + 1], fetched)
+        self._count_done(one.request, task.nbytes)
+
+    def _count_done(self, request: _Request, nbytes: int) -> None:
         with self._count:
-            self._done += task.nbytes
+            self._done += nbytes
             done = self._done
-        one.request.progress(done)
+        request.progress(done)
+
+    def _one_row(self, one: _Task) -> bool:
+        """Reads a whole task straight to where it belongs, if that is consecutive bytes of one row; else returns
+        False."""
+        task, chunks = one.task, one.chunks
+        first, stop = one.plan.runs[task.first], one.plan.runs[task.last]
+        if task.nbytes != task.stop - task.start or chunks.want[first] != chunks.want[stop - 1]:
+            return False
+        start = chunks.start[first]
+        if chunks.start[stop - 1] + chunks.stored[stop - 1] != start + task.nbytes:
+            return False  # of an encoded checkpoint: there may lie others of the row between them
+        target = one.request.out.part(chunks.want[first], start, start + task.nbytes)
+        if target is None:
+            return False
+        self._read_into(one.pack, task.start, target)
+        self._check(one, first, stop, target)
+        return True
 
     def _run(self, one: _Task, first: int, stop: int, fetched: Buffer | None) -> None:
         """Reads chunks `first..stop-1` of the plan, which lie one after the other. `fetched`: the task's bytes,
@@ -317,7 +410,8 @@ class ChunkReader:
         pack, chunks, out, last = one.pack, one.chunks, one.request.out, stop - 1
         low, high = chunks.offset[first], chunks.offset[last] + chunks.stored[last]
         want, start = chunks.want[first], chunks.start[first]
-        one_row = want == chunks.want[last]
+        # Of an encoded checkpoint, chunks of another row may lie between two of one.
+        one_row = want == chunks.want[last] and chunks.want[first:stop].count(want) == stop - first
         target = out.part(want, start, start + high - low) if one_row and fetched is None else None
         if target is not None:
             self._read_into(pack, low, target)

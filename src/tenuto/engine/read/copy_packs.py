@@ -12,13 +12,13 @@ from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.read.chunk_reader import AlignedBuffers, ChunkReader, chunk_runs
 from tenuto.engine.read.packs import OpenPack, missing
-from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError
+from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError, StoreFull
 from tenuto.model.records import Index, Manifest
 from tenuto.repo.format.object_names import index_file
 from tenuto.repo.replicated.partial_copy import PartialCopy, encode_ranges
-from tenuto.repo.replicated.places import copies_of
+from tenuto.repo.replicated.places import each_copy
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Reader, Store
+from tenuto.store.contract import Content, Reader, Store
 
 
 def copy_packs(
@@ -40,7 +40,7 @@ def copy_packs(
         if index_file(rank).partition(".")[0] not in ranks:
             continue  # there may be thousands of indexes
         for pack in repo.packs(manifest, rank):
-            name = f"{manifest.id.directory}/{pack.name}"
+            name = pack.object_name(manifest.id)
             if name in wanted:
                 part = wanted[name]
                 nbytes = copy_pack(repo, manifest, rank, pack.name, target=target, part=part)
@@ -54,10 +54,23 @@ def copy_packs(
 
 
 def copy_pack(
-    repo: Repo, manifest: Manifest, rank: int, file: str, *, target: Store, part: PartialCopy | None = None
+    repo: Repo,
+    manifest: Manifest,
+    rank: int,
+    file: str,
+    *,
+    target: Store,
+    part: PartialCopy | None = None,
+    replaces: bool = False,
+    watched: Callable[[Content], Content] = lambda content: content,
+    token: str = "",
 ) -> int:
     """Copies one pack of a checkpoint's rank, or a part of it, from the first place that has it undamaged; returns the
     bytes that were put, 0 if `target` has it.
+
+    replaces: what `target` has is damaged, and goes once another copy has been verified in full.
+    watched: wraps the content, to tell how far it is or to end it early.
+    token: of the put; one of its own by default, since others may copy it at the same time.
 
     Raises CorruptionError if no place has what was saved, and StoreError; then nothing was put. A reader of `target`
     may rely on the pack only while the checkpoint is there, which the caller checks afterwards.
@@ -66,15 +79,26 @@ def copy_pack(
     number = next(number for number, entry in enumerate(index.packs) if entry.name == file)
     name = f"{manifest.id.directory}/{file}"
     failures: list[CorruptionError | StoreError] = []
-    for source in copies_of(repo.store, name):
+    for source in each_copy(repo.store, name):
+        if part is None and source is target:
+            if replaces:
+                continue
+            return 0
         try:
             with source.open(name) as reader:
-                content = VerifiedContent(repo, manifest, reader, index, number, part=part)
-                # Others may copy it at the same time: each by a temporary of its own.
-                target.put_if_absent(name if part is None else part.name, content, token=secrets.token_hex(16))
+                content = watched(VerifiedContent(repo, manifest, reader, index, number, part=part))
+                if replaces:
+                    for _ in content.pieces():
+                        pass
+                    target.delete([name])
+                    crashpoint("damaged copy removed, not yet written anew")
+                put = name if part is None else part.name
+                target.put_if_absent(put, content, token=token or secrets.token_hex(16))
             return content.length
         except AlreadyExists:
             return 0
+        except StoreFull:
+            raise  # another source would not help
         except (CorruptionError, StoreError) as error:
             failures.append(error)
     raise failures[0] if failures else missing(repo, name)

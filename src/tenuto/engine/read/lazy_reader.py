@@ -12,13 +12,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap, ChunkRange, whole_chunks
-from tenuto.concurrency.worker_threads import LoopThreads, parallel_for
-from tenuto.engine.read.chunk_reader import ChunkReader
+from tenuto.concurrency.worker_threads import parallel_for
+from tenuto.engine.read.chunk_reader import ChunkReader, long_reads, threads_for
 from tenuto.engine.read.packs import OpenPack, from_any_copy, open_pack, replace_copy
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError, UsageError, typed
 from tenuto.model.ids import CheckpointId
@@ -28,6 +28,9 @@ from tenuto.repo.format.index import Table
 from tenuto.repo.repository import Repo
 from tenuto.sharding.slices import Region, blocks
 from tenuto.state.contract import Buffer
+
+if TYPE_CHECKING:
+    from tenuto.engine.read.encoded_chunks import ChunkDecoder
 
 BLOCK_BYTES: Final = 4 << 20
 """The most that is read at once of a slice with gaps, or of a long run by each of several threads."""
@@ -90,6 +93,9 @@ class LazyReader:
         self._theirs = packs is not None
         self._chunks = ChunkMap.of(table)
         self._reader = ChunkReader(repo, id, self._chunks, table.packs, packs=self._open, gone=self._removed)
+        self._decoder = self._new_decoder()
+        self._paths: dict[int, str] = {}
+        """Of rows that were read, where errors come to need them."""
         self._verified = bytearray(-(-len(table.digests) // 8))
         self._damaged: list[OpenPack] = []
         """Damaged copies, from which other threads may still be reading."""
@@ -105,6 +111,13 @@ class LazyReader:
             self.close()
             raise
 
+    def _new_decoder(self) -> ChunkDecoder | None:
+        if self._chunks.stored is None:
+            return None
+        from tenuto.engine.read.encoded_chunks import ChunkDecoder  # plain checkpoints need no codecs
+
+        return ChunkDecoder(self._repo, self._id, self._chunks, self._table.packs, self._path_of)
+
     def parts(self, row: int) -> list[tuple[int, Box]]:
         """Returns the parts of a row, with their ranks: one has all of it."""
         cut = slice(int(self._table.bounds[row]), int(self._table.bounds[row + 1]))
@@ -112,7 +125,7 @@ class LazyReader:
 
     def views(self, row: int) -> bool:
         """Returns whether the bytes of a row lie in memory, where they are read in place."""
-        return self._pack(int(self._table.pack[row])).view is not None
+        return self._decoder is None and self._pack(int(self._table.pack[row])).view is not None
 
     def close(self) -> None:
         with self._lock:
@@ -204,7 +217,8 @@ class LazyReader:
     def _run(self, row: int, path: str, start: int, out: Buffer) -> None:
         """Reads a run of bytes; a long one that does not lie in memory by several threads, cut between chunks."""
         views = self.views(row)
-        stop, step = start + len(out), whole_chunks(0 if views else BLOCK_BYTES, self._chunks.chunk_bytes)
+        block = 0 if views else max(BLOCK_BYTES, long_reads(self._repo))
+        stop, step = start + len(out), whole_chunks(block, self._chunks.chunk_bytes)
 
         def piece(low: int) -> None:
             begin, end = max(low, start), min(low + step, stop)
@@ -216,10 +230,12 @@ class LazyReader:
             for low in lows:
                 piece(low)
         else:
-            parallel_for(piece, lows, LoopThreads.of(1).read)
+            parallel_for(piece, lows, threads_for(self._repo).read)
 
     def _fetch(self, row: int, path: str, start: int, stop: int) -> tuple[Buffer, int]:
         """Returns verified bytes of the leaf that hold `start..stop-1`, and which of its bytes the first of them is."""
+        if self._decoder is not None:
+            return self._decoded(self._decoder, row, path, start, stop)
         verified = self._verified  # before the pack: what is verified of a copy that is replaced meanwhile is dropped
         found = self._chunks.covering(row, start, stop)
         pack = self._pack(found.pack)
@@ -234,6 +250,29 @@ class LazyReader:
                     verified[number >> 3] |= 1 << (number & 7)
                     self.bytes_read += one.end - one.begin
         return view[found.begin : found.end], found.low
+
+    def _path_of(self, row: int) -> str:
+        return self._paths.get(row, f"leaf {row}")
+
+    def _decoded(self, decoder: ChunkDecoder, row: int, path: str, start: int, stop: int) -> tuple[Buffer, int]:
+        """Returns decoded bytes that hold `start..stop-1` of an encoded leaf, and which of its bytes the first is."""
+        self._paths[row] = path
+        chunk, before = self._chunks.chunk_bytes, self._chunks.first.item(row)
+        numbers = range(before + start // chunk, before + -(-stop // chunk))
+        with self._lock:
+            known = {number: data for number in numbers if (data := self._cache.take(number)) is not None}
+        unknown = [number for number in numbers if number not in known]
+        if unknown:
+            opened = {number: self._pack(number) for number in decoder.packs(np.array(unknown, np.int64))}
+            found = decoder.read(unknown, [row] * len(unknown), opened)
+            with self._lock:
+                self.bytes_read += sum(map(len, found))
+                for number, data in zip(unknown, found, strict=True):
+                    known[number] = data
+                    if number in (numbers[0], numbers[-1]):
+                        self._cache.put(number, data)
+        parts = [known[number] for number in numbers]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts), (numbers[0] - before) * chunk
 
     def _read(self, pack: OpenPack, path: str, wanted: ChunkRange) -> Buffer:
         """Returns the bytes of these chunks; reads those that are not known from the last reads."""

@@ -118,6 +118,8 @@ def read_outline(repo: Repo, id: CheckpointId, rank: int = 0) -> Outline:
     except ObjectNotFound:
         data = b""
     manifest, text = (_cut(data, id, repo.id) if data else None) or (repo.manifest(id), None)
+    if text is not None:
+        repo.authenticate(manifest, data)
     file = index_file(rank)
     entry = next((entry for entry in manifest.indexes if entry.name == file), None)
     if entry is None:

@@ -44,7 +44,7 @@ class OpenPack:
 def open_pack(repo: Repo, id: CheckpointId, entry: PackEntry, *, header: bool) -> OpenPack:
     """Opens a pack and checks its length, and with `header` its header block, against the index. Raises
     CorruptionError."""
-    name = f"{id.directory}/{entry.name}"
+    name = entry.object_name(id)
     try:
         reader = repo.store.open(name)
     except ObjectNotFound as error:

@@ -19,8 +19,9 @@ from typing import Any, Final, NamedTuple, overload
 import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap, Span
-from tenuto.concurrency.worker_threads import LoopThreads, parallel_for
+from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read.choose import FullLeaves
+from tenuto.engine.read.chunk_reader import threads_for
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
 from tenuto.engine.read.leaf_reader import LeafReader, MemorySink
 from tenuto.engine.read.node_share import NodeSharedReads, PackRanges
@@ -233,7 +234,7 @@ class ShardedReader:
             check_sizes(self._boxes, manifest, self._paths)
         self._table = table_of(self._of(0)) if self._boxes is None else self._boxes
         self._own = own
-        self._threads = LoopThreads.of(1)
+        self._threads = threads_for(repo)
         self._planned: tuple[Prepared, _RestorePlan] | None = None
         self._done = 0
         self._total = 0
@@ -257,7 +258,11 @@ class ShardedReader:
             self._read_all(segments)
         else:
             self._threads = node.threads
-            self._read_with_node(segments, node)
+            if self._manifest.stored is None:
+                self._read_with_node(segments, node)
+            else:  # what is decoded is no range of a pack that the ranks of a node could read for each other
+                node.finish()
+                self._read_all(segments)
         segments.finish()
         for line in np.flatnonzero(~every(wanted.shape > 0)).tolist():
             sink = sinks[int(wanted.row[line])]
@@ -282,7 +287,7 @@ class ShardedReader:
         for number in np.unique(stored.pack).tolist():  # also one of which only rows of no bytes are read
             lines = slice(*np.searchsorted(found.pack, (number, number + 1)).tolist())
             saver, pack = divmod(number, _pack_number(1, 0))
-            name = f"{self._manifest.id.directory}/{self._of(saver).packs[pack].name}"
+            name = self._of(saver).packs[pack].object_name(self._manifest.id)
             needs[name] = found.low[lines], found.high[lines]
         return needs
 
@@ -407,7 +412,7 @@ class ShardedReader:
                 if one.saver not in readers:
                     table = self._of(one.saver)
                     rows = np.array([cut.row for cut in cuts if cut.saver == one.saver], np.int64)
-                    packs = np.unique(table.pack[rows]).tolist()
+                    packs = np.unique(table.pack[rows]).tolist() if table.stored is None else ()
                     readers[one.saver] = LazyReader(self._repo, self._manifest.id, table, opened=packs)
             self._read_cuts(cuts, readers)
         finally:

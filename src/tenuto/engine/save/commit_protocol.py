@@ -90,7 +90,7 @@ class SoloCommit:
         return flattened
 
     def begin(self, job: Job, attempt: Attempt) -> None:
-        begin(attempt, job.save.step, job.save.save_id, job.names)
+        begin(attempt, job.save.step, job.save.save_id, job.names, bases=job.bases)
 
     def commit(
         self,
@@ -105,7 +105,7 @@ class SoloCommit:
         tree, about = canonical_json.spell(job.flattened.tree), job.timed() if timed else job.about
         manifest = job.manifest(tree, index, entry, about)
         report(replace(manifest, tree=None))
-        commit(self._repo, manifest, receipts, tree=tree)
+        commit(self._repo, manifest, receipts, tree=tree, own=(index,))
 
     def failed(self, save: Save, error: BaseException) -> BaseException:
         return error

@@ -27,6 +27,7 @@ from tenuto.repo.repository import now_text
 from tenuto.state.contract import Flattened
 
 if TYPE_CHECKING:
+    from tenuto.engine.save.encoder import EncodedPacks
     from tenuto.engine.save.fenced_capture import FencedCapture
 
 DIGESTED_BYTES: Final = 4 << 20
@@ -59,14 +60,18 @@ class Job:
     digest_while_writing: bool = False
     filling: Filling = field(init=False)
     digester: Digester = field(init=False)
-    created: str = field(default_factory=now_text)
+    created: str = field(default_factory=lambda: now_text())  # noqa: PLW0108 - by name: simulations replace it
     work: BackgroundWork | None = None
     """Of the thread that writes it."""
     begun: bool = False
     sealed: bool = False
     names: Sequence[str] = ()
+    bases: tuple[CheckpointId, ...] = ()
+    """The checkpoints of which it may name packs."""
     receipts: list[Receipt] = field(default_factory=list)
     """Of the packs, in order: a save that resumes after room was made does not write them again."""
+    encoded: EncodedPacks | None = None
+    """What the image is written as, where not as it is."""
 
     def __post_init__(self) -> None:
         self.filling = Filling(self.plan.arena.window)
@@ -103,6 +108,11 @@ class Job:
             tree_leaves=None if flattened.leaf is None else flattened.shared,
         )
 
+    def written_index(self) -> Index:
+        """Returns the index of what was written."""
+        plain = self.index()
+        return plain if self.encoded is None else self.encoded.index(plain)
+
     def manifest(self, tree: Spelled, index: Index, entry: IndexEntry, about: ManifestDetails) -> Manifest:
         """Returns the manifest of a checkpoint of one rank. `tree`: the state's, spelled; `entry`: of the index."""
         content = content_digest(
@@ -119,6 +129,7 @@ class Job:
             leaves=len(index.specs),
             chunk_bytes=index.chunk_bytes,
             created=self.created,
+            **stored_in(index),
         )
 
     def described(self, repository: str) -> tuple[bytes, bytes, str]:
@@ -139,6 +150,17 @@ class Job:
         """Returns what it is about, with the time it has taken so far in its environment."""
         self.save.clock.read_cpu()
         return replace(self.about, environment={**self.about.environment, "timing": self.save.timing.to_json()})
+
+
+def stored_in(*indexes: Index) -> dict[str, Any]:
+    """Returns what a manifest says of where the chunks of these indexes are stored."""
+    packs = [pack for index in indexes for pack in index.packs]
+    if all(index.stored is None for index in indexes):
+        return {}
+    return {
+        "bases": tuple(sorted({pack.at for pack in packs if pack.at is not None})),
+        "stored": sum(pack.length for pack in packs if pack.at is None),
+    }
 
 
 def manifest_about(about: ManifestDetails, **fields: Any) -> Manifest:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tenuto.engine.save.handle import Save
     from tenuto.errors import RanksError
     from tenuto.events import Emitter
+    from tenuto.model.ids import CheckpointId
     from tenuto.policy.save import DividedPolicy, Moment, SaveHistory
     from tenuto.ranks.contract import Deadline
     from tenuto.repo.ownership.claim import Attempt
@@ -56,7 +57,9 @@ class Restorer(Protocol):
     raised_by_all: bool
     """Whether the last restore has ended by a vote of which all ranks know: no rank waits for more of it."""
 
-    def restore(self, step: int | str, *, withdrawn: Container[int] = frozenset()) -> RestoreResult | None:
+    def restore(
+        self, step: int | str | CheckpointId, *, withdrawn: Container[int] = frozenset()
+    ) -> RestoreResult | None:
         """Restores the checkpoint that `step` means, the newest whole one for "latest"; None where the run has none.
         `withdrawn`: as `walk` has it."""
         ...
@@ -90,6 +93,11 @@ class RankGroup(Protocol):
     @property
     def writes_all(self) -> bool:
         """Whether a save of this process holds the whole state: what it writes is known before the first save."""
+        ...
+
+    @property
+    def spread(self) -> bool:
+        """Whether data files lie on the nodes of the ranks that wrote them."""
         ...
 
     @property
@@ -197,7 +205,9 @@ class SoloRestorer:
         self._prepare = prepare
         self._emitter = emitter
 
-    def restore(self, step: int | str, *, withdrawn: Container[int] = frozenset()) -> RestoreResult | None:
+    def restore(
+        self, step: int | str | CheckpointId, *, withdrawn: Container[int] = frozenset()
+    ) -> RestoreResult | None:
         if step == "latest":
             return restore_latest(self._repo, self._run, self._prepare, emitter=self._emitter, withdrawn=withdrawn)
         return restore_checkpoint(
@@ -216,6 +226,7 @@ class SoloGroup:
     coordinates = True
     leads = True
     writes_all = True
+    spread = False
     acts_at_once = True
     loss = None
 

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import CommitProtocol
+from tenuto.engine.save.encoded_pack import Segment
+from tenuto.engine.save.encoder import EncodedPacks, StateEncoder, encoded_names
 from tenuto.engine.save.job import Job
 from tenuto.engine.staging.pack_content import PackContent
 from tenuto.errors import OwnershipError, SaveFailed, StoreFull, StoreUnreliable, TenutoError, in_words, typed
 from tenuto.events import Emitter, PackWritten, Progress, SaveFailedEvent, Warned
 from tenuto.model.records import Manifest, Receipt
+from tenuto.repo.bases import usable_bases
 from tenuto.repo.commit import put_index
 from tenuto.repo.format.object_names import begin_name, index_file
 from tenuto.repo.ownership.claim import Attempt
@@ -44,8 +48,10 @@ class SaveWriter:
         timed: bool,
         make_room: Callable[[], bool] | None,
         memory: MemoryTier | None,
+        encoder: StateEncoder | None = None,
     ) -> None:
         self._repo = repo
+        self._encoder = encoder
         self._emitter = emitter
         self._protocol = protocol
         self._timed = timed
@@ -64,6 +70,8 @@ class SaveWriter:
                     raise
                 self._write(job, attempt)
         except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; the handle carries it
+            if self._encoder is not None:
+                self._encoder.failed()
             return self._failed(job, attempt, error)
         return None
 
@@ -141,17 +149,22 @@ class SaveWriter:
             self._check_space(job)
             save.phase = "beginning"
             if not job.begun:
-                job.names = [*(pack.name for pack in layout.packs), index_file(self._protocol.rank)]
-                self._protocol.begin(job, attempt)
+                self._begin(job, attempt)
                 job.begun = True
-        for pack in range(len(job.receipts), len(layout.packs)):
-            job.receipts.append(self._write_pack(job, pack))
+        if job.encoded is not None:
+            self._write_encoded(job, job.encoded)
+        else:
+            for pack in range(len(job.receipts), len(layout.packs)):
+                job.receipts.append(self._write_pack(job, pack))
         crashpoint("pack durable, index not yet")
         save.phase = "writing the index"
         job.digester.advance(layout.nbytes)
         clock.put("digest_s", job.digester.seconds)
         with clock.during("index_s"):
-            index = job.index()
+            index = job.written_index()
+            if job.encoded is not None:
+                about = {"encoding": job.encoded.about(index)}
+                job.about = replace(job.about, environment={**job.about.environment, **about})
             receipt, entry = put_index(repo, save.id, index, job.plan.rows)
         receipts = [*job.receipts, receipt]
         crashpoint("packs and indexes durable, manifest not yet")
@@ -159,10 +172,42 @@ class SaveWriter:
         save.phase = COMMITTING
         with clock.during("commit_s"):
             self._protocol.commit(job, index, entry, receipts, timed=self._timed, report=self._set_manifest)
+        if self._encoder is not None and job.encoded is not None:
+            self._encoder.committed(job.encoded, index)
         crashpoint("manifest durable, not yet reported")
 
     def _set_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
+
+    def _begin(self, job: Job, attempt: Attempt) -> None:
+        encoder, index = self._encoder, index_file(self._protocol.rank)
+        if encoder is None:
+            job.names = [*(pack.name for pack in job.plan.layout.packs), index]
+            self._protocol.begin(job, attempt)
+            return
+        job.bases = encoder.bases(attempt.parent)
+        job.names = [*encoded_names(job.plan), index]
+        self._protocol.begin(job, attempt)
+        job.encoded = encoder.begin(job, usable_bases(self._repo, job.save.id, job.bases, through=encoder.newest))
+
+    def _write_encoded(self, job: Job, packs: EncodedPacks) -> None:
+        save = job.save
+
+        def put(segment: Segment) -> Receipt:
+            save.phase, began = f"writing {segment.entry.name}", time.perf_counter()
+            receipt = self._repo.store.put_if_absent(
+                f"{save.id.directory}/{segment.entry.name}", segment, token=save.save_id
+            )
+            took = time.perf_counter() - began
+            save.clock.add("write_s", took)
+            self._emitter.emit(PackWritten(save.id, segment.entry.name, segment.length, took))
+            return receipt
+
+        def progress(end: int) -> None:
+            if self._emitter.listened:
+                self._emitter.emit(Progress("save", str(save.id), min(end, save.bytes), save.bytes))
+
+        packs.write(put, job.receipts, progress)
 
     def _write_pack(self, job: Job, pack: int) -> Receipt:
         save, plan = job.save, job.plan.layout.packs[pack]
@@ -195,7 +240,8 @@ class SaveWriter:
 
     def _check_space(self, job: Job) -> None:
         where, free_bytes = free_space(self._repo.store)
-        needed = job.save.bytes + SMALL_OBJECTS_BYTES
+        bytes = job.save.bytes if self._encoder is None else self._encoder.expected(job.save.bytes)
+        needed = bytes + SMALL_OBJECTS_BYTES
         if free_bytes is not None and free_bytes < needed:
             url = self._repo.url
             raise StoreFull(

@@ -22,6 +22,7 @@ from tenuto.concurrency.worker_threads import (
 )
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
+from tenuto.engine.save.encoder import StateEncoder
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import Job, ManifestDetails, capture
@@ -33,6 +34,7 @@ from tenuto.errors import SaveFailed, Superseded, TenutoError
 from tenuto.events import Captured, Committed, Emitter, SaveFailedEvent, SaveStarted
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
+from tenuto.policy.encoding import PLAIN, Encoding
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
@@ -47,6 +49,8 @@ CHECK_S = 60.0
 class Saver:
     """Saves the states of one run, from one training thread. `in_flight`: how many at most at a time, each with an
     image of its own; they are written and committed in the order in which they were taken.
+
+    `encoding`: how the chunks of what it saves are stored.
 
     `attempt` is set once the run is claimed, before the first save. `on_end` is called in the writing thread with the
     handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place
@@ -70,6 +74,7 @@ class Saver:
         memory: MemoryTier | None = None,
         protocol: CommitProtocol | None = None,
         beside: MemoryTier | None = None,
+        encoding: Encoding = PLAIN,
     ) -> None:
         self.repo = repo
         self.attempt: Attempt | None = None
@@ -77,11 +82,21 @@ class Saver:
         self._on_end = on_end
         self.memory = memory
         self._protocol: CommitProtocol = protocol or SoloCommit(repo)
+        self._encoder = (
+            None if encoding.plain and repo.keys is None else StateEncoder(repo, encoding, rank=self._protocol.rank)
+        )
         self._writer = SaveWriter(
-            repo, self._emitter, protocol=self._protocol, timed=timed, make_room=make_room, memory=memory
+            repo,
+            self._emitter,
+            protocol=self._protocol,
+            timed=timed,
+            make_room=make_room,
+            memory=memory,
+            encoder=self._encoder,
         )
 
         self._beside = tier = beside or memory
+        encoder = self._encoder
         self._pool = StagingPool(
             repo.id,
             run,
@@ -91,7 +106,7 @@ class Saver:
             emitter=self._emitter,
             budget=memory_budget,
             lasting=lasting,
-            others=lambda: 0 if tier is None else tier.nbytes,
+            others=lambda: (0 if tier is None else tier.nbytes) + (0 if encoder is None else encoder.nbytes),
         )
         self._lock = threading.Lock()
         self._saves: list[Save] = []
@@ -173,7 +188,8 @@ class Saver:
         began = time.perf_counter()
         attempt = self._claimed()
         try:
-            within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
+            if not self.repo.store.capabilities.remote:  # else the thread that writes finds it out
+                within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
             if self.fencing is not None:
                 self.fencing.begin_save()
         except BaseException as error:
@@ -238,6 +254,8 @@ class Saver:
             self.fencing.close()
         if not self.busy:
             self._pool.release()
+            if self._encoder is not None:
+                self._encoder.close()
 
     def _has_room(self) -> bool:
         memory = self.memory

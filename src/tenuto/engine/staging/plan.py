@@ -66,6 +66,11 @@ class Digester:
         self._done = stop
         self.seconds += time.perf_counter() - began
 
+    def parts(self, first: int, stop: int) -> list[bytes]:
+        """Returns the digests of chunks `first..stop-1` of the image, which lie below what was digested."""
+        assert stop <= self._done, "digested before"
+        return self._parts[first:stop]
+
     def digests(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Returns all digests in index order, uint8 [chunks, 16]."""
         assert self._done == self._table.total, "the image was not digested to its end"

@@ -6,10 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tenuto.integrations.torch.data.resumable import resumable as resumable
     from tenuto.integrations.torch.data.sampler import ResumableSampler as ResumableSampler
 
 
-_HOMES = {"ResumableSampler": "data.sampler"}
+_HOMES = {"ResumableSampler": "data.sampler", "resumable": "data.resumable"}
 
 
 def __getattr__(name: str) -> Any:

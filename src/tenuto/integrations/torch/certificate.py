@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from tenuto.integrations.torch.data.iteration import loaders
+from tenuto.integrations.torch.data.resumable import any_made, position_of
 from tenuto.integrations.torch.wrappers import unsynchronised
 from tenuto.state.frameworks import is_stateful
 from tenuto.state.position.positions import DataPosition
@@ -43,14 +45,18 @@ def findings(state: Mapping[str, Any]) -> Findings:
     else:
         reasons += left_out
     unknown: tuple[str, ...] = ()
-    if not any(isinstance(value, torch.optim.Optimizer) for value in state.values()):
+    if not any(True for value in state.values() for _ in _optimizers(value)):
         if _trains_without_optimizer(state):
             unknown = ("a model is in the state and no optimizer is: what the optimizer keeps does not come back",)
         else:
             caveats += ("no torch optimizer is an entry of the state",)
+    counting = [one for value in state.values() for one in loaders(value)] if any_made() else []
+    positions = [found for one in counting if (found := position_of(one)) is not None]
+    reasons += tuple(reason for one in positions for reason in one.reasons)
+    caveats += tuple(caveat for one in positions for caveat in one.caveats)
     settings = {**_settings(), "accelerator": "cuda" if accelerated else None}
     versions = {"torch": str(torch.__version__), "cuda": torch.version.cuda}
-    return Findings(reasons, caveats, settings, versions, unknown)
+    return Findings(reasons, caveats, settings, versions, unknown, any(one.exact for one in positions))
 
 
 def _trains_without_optimizer(state: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _UNCHANGED_TYPES = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 
 
-def write_pt(state: Any, file: IO[bytes]) -> list[str]:
+def write_file(state: Any, file: IO[bytes]) -> list[str]:
     """Writes `state`. Returns descriptions of what was converted. Raises StateError if torch refuses."""
     converter = _Plain()
     plain = converter.convert(state)

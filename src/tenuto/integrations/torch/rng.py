@@ -80,11 +80,19 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     """Returns the generators of a loader, each once: DataLoader passes its own to the sampler it makes."""
     found: list[torch.Generator] = []
     batch_sampler = loader.batch_sampler
-    for owner in (loader, batch_sampler, getattr(batch_sampler, "sampler", None), loader.sampler):
-        generator = getattr(owner, "generator", None)
+    divided = getattr(batch_sampler, "batch_sampler", None)  # accelerate's, around the one that has the order
+    order = (getattr(one, "sampler", None) for one in (batch_sampler, divided))
+    for owner in (loader, batch_sampler, divided, *order, loader.sampler):
+        generator = None if is_seedable(owner) else getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
             found.append(generator)
     return found
+
+
+def is_seedable(sampler: Any) -> bool:
+    """Returns whether this is the sampler of accelerate that seeds its generator, made late, at each epoch."""
+    kind = type(sampler)
+    return (kind.__module__, kind.__name__) == ("accelerate.data_loader", "SeedableRandomSampler")
 
 
 def set_generators(generators: Sequence[torch.Generator], states: Sequence[Any], path: str) -> None:

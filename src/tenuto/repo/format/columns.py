@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -77,6 +77,11 @@ def decode_columns(
         kind = _WIDTHS[entry.code][0]
         columns[column] = np.frombuffer(data, dtype=kind, count=entry.shape[0], offset=entry.start)
     return columns
+
+
+def column_names(data: bytes, name: str) -> Container[str]:
+    """Returns the names of the columns."""
+    return _header(data, name).keys()
 
 
 def _header(data: bytes, name: str) -> Header:

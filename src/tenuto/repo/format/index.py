@@ -14,16 +14,26 @@ from typing import Any, Final
 
 import numpy as np
 
-from tenuto.codec.chunk_map import chunk_counts
+from tenuto.codec.chunk_map import chunk_counts, chunk_sizes
 from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.errors import CorruptionError, StateError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec, dtype
-from tenuto.model.records import Index, Json, PackEntry
-from tenuto.repo.format.columns import decode_columns, decode_json, encode_columns, encode_json
+from tenuto.model.records import Index, Json, PackEntry, StoredChunks
+from tenuto.repo.format.columns import column_names, decode_columns, decode_json, encode_columns, encode_json
 from tenuto.repo.format.leaf_table import LeafSpecs
 from tenuto.repo.format.object_names import check_file, index_file
-from tenuto.repo.format.objects import FORMAT, MAX_CHUNK, Fields, check_format, check_repository
+from tenuto.repo.format.objects import (
+    ENCODED,
+    FORMAT,
+    MAX_CHUNK,
+    Fields,
+    check_format,
+    check_repository,
+    checkpoint_json,
+)
+from tenuto.repo.format.stored_chunks import COLUMNS as CHUNKS
+from tenuto.repo.format.stored_chunks import decode_chunks, encode_chunks
 from tenuto.state.tree import leaf_paths
 
 # -- forms of leaves: dtypes, and lengths from shapes
@@ -149,6 +159,9 @@ COLUMNS: Final = (
 """Name, safetensors dtype, numpy dtype; widest first, so that each column is aligned for its items."""
 PARTS: Final = (("origin", "U64", "<u8"), ("whole", "U64", "<u8"))
 """Ragged like `shape`, present only where a row may be part of its leaf: its origin, and the leaf's shape."""
+_PLACES: Final = ("offset", "pack")
+"""Columns that an encoded index lacks: its chunks have places of their own."""
+ENCODED_COLUMNS: Final = (*CHUNKS[:4], *(kind for kind in COLUMNS if kind[0] not in _PLACES), *CHUNKS[4:])
 
 
 def encode_index(index: Index, id: CheckpointId, repository: str, rows: ShapeRows | None = None) -> bytes:
@@ -180,19 +193,28 @@ def encode_index(index: Index, id: CheckpointId, repository: str, rows: ShapeRow
     if rows.origin is not None and rows.whole is not None:
         columns |= {"origin": rows.origin, "whole": rows.whole}
         kinds = (*PARTS, *COLUMNS)
+    if index.stored is not None:
+        columns |= encode_chunks(index.stored)
+        kinds = (*CHUNKS, *(kind for kind in kinds if kind[0] not in _PLACES))
     # A process alone writes all columns at full width: the bytes of its files never change.
-    return encode_columns(columns, kinds, save_id=index.save_id, narrow=index.tree_leaves is not None)
+    narrow = index.tree_leaves is not None or index.stored is not None
+    return encode_columns(columns, kinds, save_id=index.save_id, narrow=narrow)
 
 
 def _head(index: Index, id: CheckpointId, repository: str, rows: ShapeRows) -> Json:
     return {
         **({} if index.tree_leaves is None else {"leaves": index.tree_leaves}),
+        **({} if index.stored is None else {"codecs": list(index.stored.codecs)}),
+        **({} if index.sealed is None else {"sealed": index.sealed}),
         "chunk_bytes": index.chunk_bytes,
         "dtypes": rows.dtypes,
-        "format": FORMAT,
+        "format": FORMAT if index.stored is None else ENCODED,
         "kind": "index",
         "packs": [
             {"digest": p.header_digest.hex(), "header": p.header_length, "length": p.length, "name": p.name}
+            | ({"adopted": True} if p.adopted else {})
+            | ({} if p.at is None else {"at": checkpoint_json(p.at)})
+            | ({"key": p.key, "save_id": p.save_id} if p.key else {})
             for p in index.packs
         ],
         "path": f"{id.directory}/{index_file(index.rank)}",
@@ -233,6 +255,8 @@ class Table:
     origin: Array | None = None
     whole: Array | None = None
     """Ragged like `dims`: the origin of each row in its leaf, and the leaf's shape. None: every row is a full leaf."""
+    stored: StoredChunks | None = None
+    sealed: int | None = None
 
     def __len__(self) -> int:
         return len(self.code)
@@ -287,6 +311,8 @@ class Table:
             private=self.private,
             leaf=self.leaf,
             tree_leaves=self.tree_leaves,
+            stored=self.stored,
+            sealed=self.sealed,
         )
 
 
@@ -300,11 +326,12 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int, repository: str) -
     """Decodes the rows of the index in `data`, whose digest is checked. Checks every number."""
     name = f"{id.directory}/{index_file(rank)}"
     columns, head = _read(data, name, rank, repository)
-    packs = _packs(head)
+    encoded = "chunk.pack" in columns
+    packs = _packs(head, id)
     private = decode_json(columns, "private", name)
     shared = head.whole("shared")
     count = columns["leaf"].size
-    for column in ("length", "offset", "pack", "dtype", "shape.ends", "digests.ends"):
+    for column in ("length", *(() if encoded else _PLACES), "dtype", "shape.ends", "digests.ends"):
         if columns[column].size != count:
             raise head.refuse(f"the column {column!r} has {columns[column].size} rows where there are {count} leaves")
     if shared > count:
@@ -313,11 +340,17 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int, repository: str) -
     names, sizes = read_dtypes(head)
     dims, bounds, length = _rows(columns, head, sizes)
     origin, whole = _parts(columns, head, dims, int(bounds[shared]))
-    offset = bounded(columns["offset"], head, "an offset")
-    pack = columns["pack"].astype(np.int64)
-    _check_rows(head, packs, pack, offset, length)
     chunk_bytes = head.whole("chunk_bytes", minimum=1, maximum=MAX_CHUNK)
     chunk_start, digests = _chunks(columns, head, length, chunk_bytes)
+    stored = None
+    if encoded:
+        offset = pack = np.zeros(count, np.int64)
+        sizes = chunk_sizes(length, chunk_bytes)
+        stored = decode_chunks(columns, head, packs=packs, sizes=sizes, digests=digests)
+    else:
+        offset = bounded(columns["offset"], head, "an offset")
+        pack = columns["pack"].astype(np.int64)
+        _check_rows(head, packs, pack, offset, length)
     return Table(
         rank=rank,
         save_id=head.hex("save_id", 32),
@@ -339,6 +372,8 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int, repository: str) -
         tree_leaves=tree_leaves,
         origin=origin,
         whole=whole,
+        stored=stored,
+        sealed=head.whole("sealed") if "sealed" in head.values else None,
     )
 
 
@@ -346,14 +381,18 @@ def decode_packs(data: bytes, *, id: CheckpointId, rank: int, repository: str) -
     """Returns the save id and the packs of the index in `data`, without its rows."""
     name = f"{id.directory}/{index_file(rank)}"
     _, head = _read(data, name, rank, repository)
-    return head.hex("save_id", 32), _packs(head)
+    return head.hex("save_id", 32), _packs(head, id)
 
 
 def _read(data: bytes, name: str, rank: int, repository: str) -> tuple[dict[str, Array], Fields]:
     """Returns the columns and the head."""
-    columns = decode_columns(data, COLUMNS, more=PARTS, narrow=True, name=name, what="an index")
+    encoded = "chunk.pack" in column_names(data, name)
+    kinds = ENCODED_COLUMNS if encoded else COLUMNS
+    columns = decode_columns(data, kinds, more=PARTS, narrow=True, name=name, what="an index")
     head = _read_head(columns, name, rank, repository)
-    if "leaves" not in head.values:
+    if (head.whole("format") == ENCODED) is not encoded:
+        raise head.refuse("has the columns of another format")
+    if "leaves" not in head.values and not encoded:
         columns = decode_columns(data, COLUMNS, more=PARTS, name=name, what="an index of one process")
     return columns, head
 
@@ -377,7 +416,7 @@ def _paths(tree: Json, what: str, head: Fields) -> list[str]:
         raise head.refuse(f"{what} is not what a save writes: {error}") from None
 
 
-def _packs(head: Fields) -> tuple[PackEntry, ...]:
+def _packs(head: Fields, id: CheckpointId) -> tuple[PackEntry, ...]:
     rows = head.sequence("packs")
     if len(rows) > MAX_PACKS:
         raise head.refuse(f"names {len(rows)} data files")
@@ -385,15 +424,22 @@ def _packs(head: Fields) -> tuple[PackEntry, ...]:
     for row in rows:
         inner = head.inner(row, "a data file's entry")
         length = inner.whole("length", minimum=8)
+        at = inner.checkpoint_of(inner.values["at"], "a data file's checkpoint") if "at" in inner.values else None
+        if at == id:
+            raise head.refuse("says of its own data file that it is another checkpoint's")
         packs.append(
             PackEntry(
                 name=check_file(inner.text("name"), subject=head.name),
                 length=length,
                 header_length=inner.whole("header", minimum=8, maximum=length),
                 header_digest=bytes.fromhex(inner.hex("digest", 32)),
+                adopted=inner.values.get("adopted") is True,
+                at=at,
+                key=inner.text("key") if "key" in inner.values else "",
+                save_id=inner.hex("save_id", 32) if "key" in inner.values else "",
             )
         )
-    if len({pack.name for pack in packs}) != len(packs):
+    if len({(pack.at, pack.name) for pack in packs}) != len(packs):
         raise head.refuse("names a data file twice")
     return tuple(packs)
 

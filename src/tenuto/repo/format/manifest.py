@@ -50,10 +50,12 @@ def encode_manifest(manifest: Manifest, repository: str, tree: Spelled | None = 
         id.manifest,
         {
             **({} if manifest.boxes is None else {"boxes": _entry(manifest.boxes)}),
+            **objects.bases_json(manifest.bases),
             "attempt": id.attempt,
             "bytes": manifest.bytes,
             "certificate": dict(manifest.certificate),
             "chunk_bytes": manifest.chunk_bytes,
+            **({"code": manifest.code} if manifest.code else {}),
             "content": manifest.content,
             "created": manifest.created,
             "environment": dict(manifest.environment),
@@ -65,14 +67,26 @@ def encode_manifest(manifest: Manifest, repository: str, tree: Spelled | None = 
             "run": id.run,
             "save_id": manifest.save_id,
             "step": id.step,
+            **({} if manifest.stored is None else {"stored": manifest.stored}),
             "tree": manifest.tree if tree is None else tree,
         },
         repository,
+        format=objects.FORMAT if manifest.stored is None else objects.ENCODED,
     )
 
 
+UNSIGNED: Final = "-"
+"""The code in the bytes that the code of a sealed manifest is made of."""
+
+
+def signed_part(data: bytes, code: str) -> bytes:
+    """Returns the bytes that the code of a sealed manifest is made of: all but the code itself and the digest."""
+    return data[: -canonical_json.TAIL].replace(b'"code":"%s"' % code.encode(), b'"code":"%s"' % UNSIGNED.encode(), 1)
+
+
 def _entry(entry: IndexEntry) -> Json:
-    return {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name}
+    sealed = {"sha256": entry.sha256} if entry.sha256 else {}
+    return {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name, **sealed}
 
 
 def encode_aborted(mark: Aborted, repository: str) -> bytes:
@@ -142,6 +156,9 @@ def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
         certificate=found.mapping("certificate"),
         created=found.text("created"),
         boxes=_read_entry(found, found.values["boxes"]) if "boxes" in found.values else None,
+        bases=found.bases(id),
+        stored=found.whole("stored") if "stored" in found.values else None,
+        code=found.text("code") if "code" in found.values else "",
     )
 
 
@@ -164,6 +181,7 @@ def _read_entry(found: Fields, value: Json) -> IndexEntry:
         name=check_file(inner.text("name"), subject=found.name),
         length=inner.whole("length", minimum=8),
         digest=bytes.fromhex(inner.hex("digest", 32)),
+        sha256=inner.hex("sha256", 64) if "sha256" in inner.values else "",
     )
 
 

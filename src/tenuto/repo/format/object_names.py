@@ -16,6 +16,8 @@ MEMBER: Final = "tenuto-member.json"
 """In a place that is not the home: identifies the repository it belongs to."""
 PLACES: Final = "places"
 """In the home: the list of the other places."""
+COPIES: Final = "copies"
+"""In the home: the list of copies elsewhere, which it neither reads nor writes."""
 RUNS: Final = "runs"
 BEGIN: Final = "begin.json"
 MANIFEST: Final = "manifest.json"
@@ -23,9 +25,13 @@ ATTEMPT: Final = "attempt.json"
 BOXES: Final = "boxes.index"
 NOTES: Final = "notes"
 PROOFS: Final = "certified"
+KEYS: Final = "keys"
+"""The key rings of a sealed repository, `keys/<n>.json`: the highest number counts."""
 
 _PACKS: Final = (".safetensors", ".pack")
-_PART: Final = re.compile(r"rank-[0-9]{5,}(\.index|(\.home)?(\.[0-9]{2,})?\.safetensors)", re.ASCII)
+_PART: Final = re.compile(
+    r"rank-[0-9]{5,}(\.index|(\.[0-9]{2,})?\.pack|(\.home)?(\.[0-9]{2,})?\.safetensors)", re.ASCII
+)
 _HOME_PACK: Final = re.compile(r"rank-[0-9]{5,}\.home(\.[0-9]{2,})?\.safetensors", re.ASCII)
 _PLACE: Final = re.compile(r"[0-9a-f]{12}-[0-9a-f]{32}\.json", re.ASCII)
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
@@ -64,6 +70,11 @@ def pack_file(rank: int, number: int, *, home: bool = False) -> str:
     return f"rank-{rank:05d}{'.home' if home else ''}{further}.safetensors"
 
 
+def encoded_pack_file(rank: int, number: int) -> str:
+    """Returns the name of a rank's pack of encoded chunks."""
+    return f"rank-{rank:05d}{f'.{number:02d}' if number else ''}.pack"
+
+
 def notes_directory(id: CheckpointId) -> str:
     return f"{id.directory}/{NOTES}"
 
@@ -81,6 +92,11 @@ def is_proof(name: str) -> bool:
         and bool(_KEY.fullmatch(parts[1]))
         and parse_numbered(parts[2]) is not None
     )
+
+
+def is_key_ring(name: str) -> bool:
+    directory, _, number = name.partition("/")
+    return directory == KEYS and parse_numbered(number) is not None
 
 
 def attempt_trash(run: str, attempt: int) -> str:
@@ -161,9 +177,9 @@ def is_index(name: str) -> bool:
 
 def is_copied(name: str) -> bool:
     """Returns whether an object of the home is copied to the places of packs: indexes, what is known of a checkpoint,
-    and refs."""
+    refs, and keys."""
     parts = name.split("/")
-    if parts[0] == "refs":
+    if parts[0] == "refs" or is_key_ring(name):
         return True
     rest = parts[4:]
     known = rest[:1] == [NOTES] or (len(rest) == 1 and (rest[0] == MANIFEST or is_index(name)))

@@ -15,17 +15,29 @@ from tenuto.store.contract import Bytes, Store
 
 FORMAT: Final = 1
 """Raised when readers of the previous format would fail; fields that a reader may ignore do not raise it."""
+ENCODED: Final = 2
+"""Of an index whose chunks are encoded, or lie in packs of other checkpoints, and of what has `bases`."""
+_NEWEST: Final = {"index": ENCODED, "manifest": ENCODED, "begin": ENCODED}
+"""By kind, where it is not `FORMAT`."""
+MAX_BASES: Final = 100_000
 SMALL: Final = 16 << 20
 """The limit in bytes for objects other than manifests and indexes."""
 MAX_CHUNK: Final = 1 << 30
 _HEX: Final = re.compile(r"[0-9a-f]+")
 
 
-def encode(kind: str, name: str, body: Mapping[str, Json | canonical_json.Spelled], repository: str | None) -> bytes:
+def encode(
+    kind: str,
+    name: str,
+    body: Mapping[str, Json | canonical_json.Spelled],
+    repository: str | None,
+    *,
+    format: int = FORMAT,
+) -> bytes:
     """Returns the bytes of an object of this kind for `name`. `repository`: the id of the repository that it is written
     into; None for the repository's own object, which has it as `id`."""
     whose = {} if repository is None else {"repository": repository}
-    return canonical_json.seal({**body, **whose, "format": FORMAT, "kind": kind, "path": name})
+    return canonical_json.seal({**body, **whose, "format": format, "kind": kind, "path": name})
 
 
 def decode(kind: str, name: str, data: bytes, repository: str | None) -> Fields:
@@ -100,9 +112,10 @@ def check_repository(found: Fields, repository: str) -> None:
 
 def check_format(found: Fields) -> None:
     number = found.whole("format")
-    if number > FORMAT:
+    newest = _NEWEST.get(str(found.values.get("kind")), FORMAT)
+    if number > newest:
         raise FormatTooNew(
-            f"{found.name} has format {number}; this version reads formats up to {FORMAT}",
+            f"{found.name} has format {number}; this version reads formats up to {newest}",
             subject=found.name,
             hint="read it with the Tenuto that wrote it, or a newer one",
         )
@@ -182,13 +195,31 @@ class Fields:
 
     def checkpoint(self, key: str) -> CheckpointId | None:
         """Returns a checkpoint's identity, None if the field is null."""
-        if self.values.get(key, 0) is None:
-            return None
-        inner = Fields(self.mapping(key), self.name)
+        return None if self.values.get(key, 0) is None else self.checkpoint_of(self.mapping(key), repr(key))
+
+    def checkpoint_of(self, value: Json, what: str) -> CheckpointId:
+        inner = self.inner(value, what)
         try:
             return CheckpointId(inner.text("run"), inner.whole("attempt", minimum=1), inner.whole("step"))
         except UsageError as error:
-            raise self.refuse(f"{key!r} is not a checkpoint: {error.message}") from None
+            raise self.refuse(f"{what} is not a checkpoint: {error.message}") from None
+
+    def bases(self, id: CheckpointId) -> tuple[CheckpointId, ...]:
+        """Returns the checkpoints of which `id` may name packs; none of them twice, and not itself."""
+        if "bases" not in self.values:
+            return ()
+        rows = self.sequence("bases")
+        if len(rows) > MAX_BASES:
+            raise self.refuse(f"names {len(rows)} checkpoints that it rests on")
+        found = tuple(self.checkpoint_of(row, "a checkpoint that it rests on") for row in rows)
+        if len({id, *found}) != len(found) + 1:
+            raise self.refuse("names a checkpoint that it rests on twice, or itself")
+        return found
+
+
+def bases_json(bases: tuple[CheckpointId, ...]) -> dict[str, Json]:
+    """Returns the field `bases` of an object: absent where there are none."""
+    return {"bases": [checkpoint_json(id) for id in sorted(bases)]} if bases else {}
 
 
 def checkpoint_json(id: CheckpointId | None) -> Json:

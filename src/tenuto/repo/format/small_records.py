@@ -14,12 +14,14 @@ from tenuto.repo.format.objects import Fields, checkpoint_json
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A save that begins. `names`: the files it will write in the checkpoint's directory. `parent`: of its attempt."""
+    """A save that begins. `names`: the files it will write in the checkpoint's directory. `parent`: of its attempt.
+    `bases`: the checkpoints of which it may name packs."""
 
     id: CheckpointId
     save_id: str
     names: tuple[str, ...]
     parent: CheckpointId | None
+    bases: tuple[CheckpointId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class LeaseRecord:
     - `closed`: no unfinished save of an earlier attempt is left.
     - `released`: the owner is done.
     - `leaving`: the owner saves what is left to save, and is done then.
+    - `newest`: the step that it has committed last, None before the first: a hint where to begin to look.
     """
 
     number: int
@@ -38,6 +41,7 @@ class LeaseRecord:
     closed: bool
     released: bool
     leaving: bool = False
+    newest: int | None = None
 
 
 def encode_attempt(record: AttemptRecord, repository: str) -> bytes:
@@ -109,8 +113,14 @@ def encode_begin(begin: Begin, repository: str) -> bytes:
     return objects.encode(
         "begin",
         begin_name(begin.id),
-        {"names": sorted(begin.names), "parent": checkpoint_json(begin.parent), "save_id": begin.save_id},
+        {
+            **objects.bases_json(begin.bases),
+            "names": sorted(begin.names),
+            "parent": checkpoint_json(begin.parent),
+            "save_id": begin.save_id,
+        },
         repository,
+        format=objects.ENCODED if begin.bases else objects.FORMAT,
     )
 
 
@@ -122,7 +132,7 @@ def decode_begin(data: bytes, id: CheckpointId, repository: str) -> Begin:
         raise CorruptionError(f"{name} lists a name twice", subject=name)
     parent = found.checkpoint("parent")
     check_parent(parent, id.run, id.attempt, found)
-    return Begin(id, found.hex("save_id", 32), names, parent)
+    return Begin(id, found.hex("save_id", 32), names, parent, found.bases(id))
 
 
 def encode_lease(lease: LeaseRecord, run: str, attempt: int, repository: str) -> bytes:
@@ -133,6 +143,7 @@ def encode_lease(lease: LeaseRecord, run: str, attempt: int, repository: str) ->
             "closed": lease.closed,
             "id": lease.id,
             **({"leaving": True} if lease.leaving else {}),
+            **({"newest": lease.newest} if lease.newest is not None else {}),
             "parent": checkpoint_json(lease.parent),
             "released": lease.released,
         },
@@ -145,4 +156,7 @@ def decode_lease(data: bytes, run: str, attempt: int, number: int, repository: s
     parent = found.checkpoint("parent")
     check_parent(parent, run, attempt, found)
     leaving = found.flag("leaving") if "leaving" in found.values else False
-    return LeaseRecord(number, found.hex("id", 32), parent, found.flag("closed"), found.flag("released"), leaving)
+    newest = found.whole("newest") if "newest" in found.values else None
+    return LeaseRecord(
+        number, found.hex("id", 32), parent, found.flag("closed"), found.flag("released"), leaving, newest
+    )

@@ -49,6 +49,7 @@ class Attempt:
         self.unclosed: set[CheckpointId] = set()
         """Saves of this process that failed and are not closed and freed yet: the next one closes them first."""
         self._lease = lease
+        self._begun = -1
         self._pid = os.getpid()
 
     @property
@@ -88,6 +89,18 @@ class Attempt:
                 subject=self.run,
                 hint="let one of the two processes train, or give each a run of its own",
             )
+
+    def is_new(self, step: int) -> bool:
+        """Returns whether this process has begun no save of so high a step, and nobody else could: it has claimed the
+        attempt, and nothing is below a new one. Notes the step."""
+        new = self._lease is not None and step > self._begun
+        self._begun = max(step, self._begun)
+        return new
+
+    def committed(self, step: int) -> None:
+        """Has the lease say from its next beat on that this step was committed last. No I/O."""
+        if self._lease is not None:
+            self._lease.newest = step
 
     def leave(self) -> None:
         """Lets others know that this process is about to give the run back, so that they wait for it. No I/O."""
@@ -256,8 +269,8 @@ def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> 
 
 def _reached(repo: Repo, run: str, number: int) -> tuple[int, int] | None:
     """Returns how far an attempt has come: a place that has more of it knows more than its home."""
-    steps = repo.steps(run, number) if number else []
-    return (number, steps[0]) if steps else None
+    highest = next(repo.newest_steps(run, number), None) if number else None
+    return (number, highest) if highest is not None else None
 
 
 def _in_use(repo: Repo, run: str, found: OwnerFinding) -> RunInUse:
@@ -324,16 +337,17 @@ def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Ow
     dead: list[int] = []
     all_dead = True
     for number in reversed([n for n in repo.attempts(record.run) if n < record.number]):
-        last = read_last(repo, record.run, number)[1]
         if number == previous.number:
-            gone, claimed = previous.verdict == "dead", True
+            gone, claimed, closed = previous.verdict == "dead", True, previous.closed
         else:
+            last = read_last(repo, record.run, number)[1]
             gone, claimed = _is_gone(repo, record.run, number, last)
+            closed = last is not None and last.closed
         close_unfinished(repo, record.run, number, by=by, owner_dead=gone, report=report)
         if gone and claimed:
             dead.append(number)
         all_dead = all_dead and gone
-        if last is not None and last.closed:
+        if closed:
             break
     if not all_dead:
         return

@@ -61,6 +61,8 @@ class Lease:
         self._closed = False
         self._released = False
         self._leaving = False
+        self.newest: int | None = None
+        """The step that was committed last, which beats say from now on, as a hint for whoever lists the steps."""
         self._stop = threading.Event()
         self._beating = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -134,9 +136,8 @@ class Lease:
     def _put(self, *, released: bool) -> None:
         record = self._record
         self._number += 1
-        beat = LeaseRecord(
-            self._number, record.id, record.parent, self._closed, released, self._leaving and not released
-        )
+        leaving = self._leaving and not released
+        beat = LeaseRecord(self._number, record.id, record.parent, self._closed, released, leaving, self.newest)
         directory = object_names.lease_directory(record.run, record.number)
         name = object_names.numbered(directory, self._number)
         data = encode_lease(beat, record.run, record.number, self._repo.id)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from tenuto.concurrency.deadlines import Clock
@@ -14,6 +13,7 @@ from tenuto.concurrency.process import judge, this_process
 from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import AttemptRecord
+from tenuto.repo.format.small_records import LeaseRecord
 from tenuto.repo.ownership.lease import BEAT_S, TTL_S, read_last
 from tenuto.repo.repository import Repo
 
@@ -23,8 +23,8 @@ nothing about the owner."""
 
 _owned: Final[MutableMapping[tuple[int, str, str, int], object]] = weakref.WeakValueDictionary()
 """(pid, repository id, run, attempt) of what this process has claimed and not released, weakly: where an interrupt came
-between a claim and whoever was to hold it, nobody can save by it. A forked child's pid differs."""
-_owned_lock: Final = threading.Lock()
+between a claim and whoever was to hold it, nobody can save by it. A forked child's pid differs. Each change is one
+operation on a dict: an interrupt where a lock is taken would leave it locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class OwnerFinding:
     staying: bool = False
     """Alive on this host, its lease moves, and nothing says that it is about to leave. A process that was killed, and
     takes long to give its memory back, still runs; its lease does not move."""
+    closed: bool = field(default=False, compare=False)
+    """Its lease says that every attempt below it is closed. That stays so."""
 
 
 class OwnerWatch:
@@ -63,6 +65,12 @@ class OwnerWatch:
         if number == 0:
             return OwnerFinding("free")
         counter, beat = read_last(self.repo, self.run, number)
+        found = self._judged(number, record, counter, beat, began)
+        return replace(found, closed=beat is not None and beat.closed)
+
+    def _judged(
+        self, number: int, record: AttemptRecord | None, counter: int, beat: LeaseRecord | None, began: float
+    ) -> OwnerFinding:
         if beat is not None and beat.released and (record is None or beat.id == record.id):
             return OwnerFinding("dead", number, record, "it has released its lease")
         if record is not None:
@@ -112,19 +120,16 @@ class OwnerWatch:
 
 
 def take_ownership(repo: Repo, run: str, number: int, holder: object) -> None:
-    with _owned_lock:
-        _owned[(os.getpid(), repo.id, run, number)] = holder
+    _owned[(os.getpid(), repo.id, run, number)] = holder
 
 
 def release_ownership(repo: Repo, run: str, number: int) -> None:
-    with _owned_lock:
-        _owned.pop((os.getpid(), repo.id, run, number), None)
+    _owned.pop((os.getpid(), repo.id, run, number), None)
 
 
 def owned_here(repo: Repo, run: str, number: int) -> bool:
     """Returns whether this process has claimed the attempt and not released it."""
-    with _owned_lock:
-        return (os.getpid(), repo.id, run, number) in _owned
+    return (os.getpid(), repo.id, run, number) in _owned
 
 
 # --------------------------------------------------------------------------------------------------

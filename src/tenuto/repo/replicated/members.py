@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
 from typing import Final
 
+from tenuto.concurrency.deadlines import within
 from tenuto.errors import (
     AlreadyExists,
     CorruptionError,
@@ -25,7 +26,10 @@ from tenuto.errors import (
     StoreError,
     TenutoError,
     UsageError,
+    in_words,
+    typed,
 )
+from tenuto.events import warn
 from tenuto.model.records import Json
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.objects import Fields
@@ -36,20 +40,27 @@ from tenuto.store.contract import Store
 from tenuto.store.registry import open_store
 
 _KEY: Final = 12
+ANSWER_S: Final = 5.0
+"""How long a listed place is waited for: whoever opens a repository may need nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A place of a repository, as recorded in it. `node`: its node; empty if it is no node's own."""
+    """A place of a repository, as recorded in it. `node`: its node; empty if it is no node's own. `follows`: it is
+    filled in the background, and keeps what it likes. `copy`: it is none of the repository's places but a copy
+    elsewhere, which the home neither reads nor cleans up."""
 
     id: str
     repository: str
     home: str
     node: str
+    follows: bool = False
+    copy: bool = False
 
 
-def known(store: Store, repository: str) -> Store:
-    """Returns the store of a repository opened in `store`, with its other places that are found here.
+def known(store: Store, repository: str, report: Callable[[str], None] = warn) -> Store:
+    """Returns the store of a repository opened in `store`, with its other places that are found here. Says to `report`
+    which one does not answer: it is left out.
 
     Raises RepositoryError if `store` is declared as a home but is itself a place of another one.
     """
@@ -65,8 +76,10 @@ def known(store: Store, repository: str) -> Store:
         if not names:
             return store
         places = ReplicatedStore(home, [home], 1)
-    given = {member.url for member in places.members}
-    places.found_members = tuple(_found(home, names, repository, given, places.node))
+    given = {member.url for member in (*places.members, *places.declared_followers)}
+    found = list(_found(home, names, repository, given, node=places.node, report=report))
+    places.found_members = tuple(place for place, member in found if not member.follows)
+    places.found_followers = tuple(place for place, member in found if member.follows)
     places.mirrors = tuple(place for place in places.found_members if not node_of(place))
     places.unreachable = cache(partial(_unreachable, places, repository))  # a list of thousands is read once
     return places
@@ -74,7 +87,8 @@ def known(store: Store, repository: str) -> Store:
 
 def _unreachable(places: ReplicatedStore, repository: str) -> list[UnreachableReplica]:
     """Returns the listed places that are out of reach from here. The old place of a replaced disk is ignored."""
-    described = {place.url: member for place in places.others if (member := _describe(place)) is not None}
+    others = (*places.others, *places.followers)
+    described = {place.url: member for place in others if (member := _describe(place)) is not None}
     listed = {_name(url, member.id) for url, member in described.items()}
     here = {UnreachableReplica(url, member.node) for url, member in described.items()}
     entry = (_read_entry(places.home, name, repository) for name in _names(places.home) if name not in listed)
@@ -94,13 +108,14 @@ def one_of_many(url: str, home: str) -> RepositoryError:
     return RepositoryError(
         f"{url} is one location of the repository whose primary is {home}",
         subject=url,
-        hint=f"give {home}; where that is lost for good, remove {object_names.MEMBER} from a location that has all "
-        "data files: then that is the primary",
+        hint=f"give {home}; where that is lost for good: {typed('tenuto', 'promote', url)}",
     )
 
 
-def _found(home: Store, names: Sequence[str], repository: str, given: set[str], node: str) -> Iterator[Store]:
-    """Yields the listed places that exist and have a listed member."""
+def _found(
+    home: Store, names: Sequence[str], repository: str, given: set[str], *, node: str, report: Callable[[str], None]
+) -> Iterator[tuple[Store, Member]]:
+    """Yields the listed places that exist and have a listed member, with that."""
     listed = set(names)
     for _, some in groupby(sorted(names), key=lambda name: name[:_KEY]):
         url = next(
@@ -109,14 +124,19 @@ def _found(home: Store, names: Sequence[str], repository: str, given: set[str], 
         if url is None or url in given:
             continue
         try:
-            store = open_store(url)
-            member = member_in(store)
-        except TenutoError:
-            continue  # no place of this repository; what is missed is reported where it is needed
+            store, member = within(ANSWER_S, f"asking {url}", partial(_asked, url), subject=url)
+        except TenutoError as error:
+            report(f"{url} is left out, and what only it has is not found: {in_words(error)}")
+            continue
         if member is None or member.repository != repository or _name(url, member.id) not in listed:
             continue
         if not (node and member.node and member.node != node):
-            yield store
+            yield store, member
+
+
+def _asked(url: str) -> tuple[Store, Member | None]:
+    store = open_store(url)
+    return store, member_in(store)
 
 
 def _names(home: Store) -> list[str]:
@@ -153,7 +173,34 @@ def member_in(store: Store) -> Member | None:
     except ObjectNotFound:
         return None
     found: Fields = objects.decode("member", object_names.MEMBER, data, None)
-    return Member(found.hex("id", 32), found.hex("repository", 32), found.text("home"), found.text("node"))
+    id, whose = found.hex("id", 32), found.hex("repository", 32)
+    return Member(id, whose, found.text("home"), found.text("node"), found.flag("follows"), found.flag("copy"))
+
+
+def identity_of_followers(store: Store) -> bytes | None:
+    """Returns the `tenuto.json` that a follower of a home without one has: the home was lost, or is a new one. None if
+    no follower has one. Raises RepositoryError where that cannot be found out."""
+    places = places_of(store)
+    for follower in () if places is None else places.declared_followers:
+        try:
+            if member_in(follower) is not None:
+                return follower.get(object_names.REPOSITORY, limit=objects.SMALL)
+        except StoreError as error:
+            raise RepositoryError(
+                f"there is no repository at {store.url}, and {follower.url}, which may have its checkpoints, cannot be "
+                f"asked: {error.message}",
+                subject=store.url,
+                hint="try again when it answers; to begin without it, leave that tier out",
+            ) from error
+    return None
+
+
+def join_follower(store: Store, follower: Store, repository: str) -> None:
+    """Registers a follower with the home. Raises RepositoryError if it has another repository, and StoreError."""
+    places = places_of(store)
+    assert places is not None, "it has a follower"
+    _join(places, follower, repository, follows=True)
+    places.replica(follower).mark = follower.get(object_names.MEMBER, limit=objects.SMALL)
 
 
 def join(store: Store, repository: str) -> tuple[str, ...]:
@@ -183,13 +230,19 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
     return tuple(members)
 
 
-def _join(places: ReplicatedStore, place: Store, repository: str) -> str:
+def _join(places: ReplicatedStore, place: Store, repository: str, *, follows: bool = False) -> str:
     there = member_in(place)
     before = _names(places.home)
     if there is None:
-        there = _mark(places, place, repository)
+        there = _mark(places, place, repository, follows=follows)
     if there.repository != repository:
         raise _another(place)
+    if there.copy:
+        raise RepositoryError(
+            f"{place.url} is a copy of {there.home}, which `tenuto replicate` made: it keeps what retention removes",
+            subject=place.url,
+            hint="give another directory",
+        )
     own = _name(place.url, there.id)
     others = [one for one in before if one[:_KEY] == own[:_KEY]]
     if others and own not in others and not places.declared.per_node:
@@ -229,13 +282,13 @@ def _list(places: ReplicatedStore, place: Store, member: Member) -> None:
         pass
 
 
-def _mark(places: ReplicatedStore, place: Store, repository: str) -> Member:
+def _mark(places: ReplicatedStore, place: Store, repository: str, *, follows: bool) -> Member:
     """Makes the place a member: on the list first, which must not appear in the place itself."""
-    node = (places.node or socket.gethostname()) if places.declared.per_node else ""
-    made = Member(secrets.token_hex(16), repository, places.home.url, node)
+    node = (places.node or socket.gethostname()) if places.declared.per_node and not follows else ""
+    made = Member(secrets.token_hex(16), repository, places.home.url, node, follows)
     _list(places, place, made)
     name = f"{object_names.PLACES}/{_name(place.url, made.id)}"
-    body: dict[str, Json] = {"home": made.home, "id": made.id, "node": node}
+    body: dict[str, Json] = {"copy": False, "follows": follows, "home": made.home, "id": made.id, "node": node}
     try:
         if exists(place, name):
             raise UsageError(

@@ -1,13 +1,14 @@
-"""Several places as one store: how they are declared (`PerNode`, `Mirror`), and what others ask of a store."""
+"""Several places as one store: the short forms `PerNode` and `Mirror` of `Tiers`, and what others ask of a store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tenuto.errors import UsageError
 from tenuto.repo.replicated.replica import UnreachableReplica, exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.replicated.tiers import Tier, Tiers
 from tenuto.store.contract import Store, Where
 from tenuto.store.registry import open_store
 
@@ -23,6 +24,24 @@ def all_places(store: Store) -> list[Store]:
     return [store] if places is None else [places.home, *places.others]
 
 
+def tiers_of(store: Store) -> Tiers | None:
+    """Returns the store as the tiers that this process has declared; None where it has declared none."""
+    return store if isinstance(store, Tiers) else None
+
+
+def followers_of(store: Store) -> Sequence[Store]:
+    """Returns the places that are filled in the background, in reach or not, fastest first."""
+    places = places_of(store)
+    return () if places is None else places.followers
+
+
+def places_read(store: Store, directory: str) -> Sequence[str]:
+    """Returns the URLs of the places that data files in this directory were last read from, where it is one of
+    several."""
+    places = places_of(store)
+    return () if places is None else places.sources(directory)
+
+
 def home_of(store: Store) -> Store:
     """Returns the place that decides which objects but packs there are."""
     places = places_of(store)
@@ -31,8 +50,13 @@ def home_of(store: Store) -> Store:
 
 def copies_of(store: Store, name: str) -> list[Store]:
     """Returns the places that have a copy of an object."""
+    return list(each_copy(store, name))
+
+
+def each_copy(store: Store, name: str) -> Iterable[Store]:
+    """Yields the places that have a copy of an object, fastest first. None is asked before those in front of it."""
     places = places_of(store)
-    return [one for one in ([store] if places is None else places.order(name)) if exists(one, name)]
+    return (one for one in ([store] if places is None else places.order(name)) if exists(one, name))
 
 
 def unreachable(store: Store) -> Sequence[UnreachableReplica]:
@@ -81,7 +105,7 @@ def reporting_to(store: Store, report: Callable[[str], None]) -> Iterator[None]:
         report_to(store, before)
 
 
-class PerNode(ReplicatedStore):
+class PerNode(Tiers):
     """Data files in a `directory` of each node's own (such as its disk), everything else in `home`, the primary, which
     all nodes share. Tensors of at most 64 KiB that several nodes have alike are in both. With `copies=2` each data file
     is in the primary too, so that losing a node loses nothing.
@@ -92,7 +116,7 @@ class PerNode(ReplicatedStore):
     """
 
     def __init__(self, directory: Where, *, home: Where, copies: int = 1, node: str = "") -> None:
-        own, shared = _one_place(directory), _one_place(home)
+        own, shared = open_store(directory), open_store(home)
         if own.url == shared.url:
             raise UsageError(
                 f"{own.url} is given both as the directory of each node and as the primary of all",
@@ -105,10 +129,11 @@ class PerNode(ReplicatedStore):
                 subject=f"copies={copies!r}",
                 hint="copies=2 keeps what a lost node had",
             )
-        super().__init__(shared, (own, shared)[:copies], copies, per_node=True, node=node)
+        super().__init__(Tier(own, per_node=True), Tier(shared, wait=copies == 2), copies=copies, node=node)
+        self.fills_home = False
 
 
-class Mirror(ReplicatedStore):
+class Mirror(Tiers):
     """Every data file in each of several locations. The first is the primary, where the run is claimed and checkpoints
     are committed.
 
@@ -118,7 +143,7 @@ class Mirror(ReplicatedStore):
     """
 
     def __init__(self, *places: Where, copies: int | None = None) -> None:
-        stores = [_one_place(place) for place in places]
+        stores = [open_store(place) for place in places]
         urls = [store.url for store in stores]
         if len(stores) < 2 or len(set(urls)) < len(urls):
             raise UsageError(
@@ -126,15 +151,4 @@ class Mirror(ReplicatedStore):
                 subject=", ".join(urls) or "Mirror()",
                 hint='Mirror("/one/place", "/another/place")',
             )
-        super().__init__(stores[0], stores, len(stores) if copies is None else copies)
-
-
-def _one_place(where: Where) -> Store:
-    store = open_store(where)
-    if places_of(store) is not None:
-        raise UsageError(
-            f"{store.url} already has several locations, and cannot be one of another repository",
-            subject=store.url,
-            hint="PerNode(directory, home=, copies=2) has each data file on its node and in the primary",
-        )
-    return store
+        super().__init__(*(Tier(store, wait=True) for store in stores), copies=copies)

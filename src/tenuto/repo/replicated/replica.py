@@ -196,6 +196,13 @@ class ReplicaChoice:
             if len(self._last_read) > _LAST_READS:
                 del self._last_read[next(iter(self._last_read))]
 
+    def sources(self, directory: str) -> list[str]:
+        """Returns the URLs of the stores that packs in `directory` were last read from, each once."""
+        with self._lock:
+            read = [(name, store) for name, store in self._last_read.items() if name.rpartition("/")[0] == directory]
+        found = [store.url for name, store in read if object_names.is_pack(name)]
+        return list(dict.fromkeys(found))
+
     def mark_damaged(self, name: str) -> tuple[Store | None, list[Store]]:
         """Marks the copy read last as damaged. Returns its place, and all places with damaged copies; None if unknown,
         or marked before."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreDenied, StoreError, UsageError, in_words
@@ -59,6 +59,8 @@ class ReplicatedStore:
     """A Store over `home` and `packs_in`.
 
     - `found_members`: further places of the repository that are found here; read and cleaned up, never written.
+    - `followers`: places that are filled in the background and keep what they like; read where no other place has
+      something, and else left alone: nothing is put there with a save, or deleted with a checkpoint.
     - `report`: called with problems of single places that did not fail the operation.
     - `node`: the name of this node, or empty.
     """
@@ -73,6 +75,7 @@ class ReplicatedStore:
         per_node: bool = False,
         node: str = "",
         of: str = "",
+        followers: Sequence[Store] = (),
     ) -> None:
         """`of`: the home this single place belongs to, if it is none itself: then it is read-only."""
         if not 1 <= copies <= len(packs_in):
@@ -85,6 +88,8 @@ class ReplicatedStore:
         self.packs_in = tuple(packs_in)
         self.copies = copies
         self.found_members = tuple(found_members)
+        self.declared_followers = tuple(followers)
+        self.found_followers: Sequence[Store] = ()
         self.node = node
         self.of = of
         self.declared = ReplicationConfig(per_node, copies, len(self.packs_in))
@@ -94,6 +99,8 @@ class ReplicatedStore:
         """Those of `found_members` that are no node's own."""
         self.partial_copies: Mapping[str, str] = {}
         """The names of packs of which the home has a partial copy for this restore, and those of the copies."""
+        self.damaged: list[tuple[str, Store]] = []
+        """Copies that turned out to be damaged while another one was there, to be written anew."""
         self._replicas: dict[int, Replica] = {}
         self._warned = LruCache()
         self._choice = ReplicaChoice()
@@ -112,12 +119,24 @@ class ReplicatedStore:
         return [*self.members, *self.found_members]
 
     @property
+    def followers(self) -> list[Store]:
+        return [*self.declared_followers, *self.found_followers]
+
+    @property
     def url(self) -> str:
         return self.home.url
 
     @property
     def capabilities(self) -> Capabilities:
-        return self.home.capabilities
+        """Those of the home, but packs are read from any place: by the longest reads that one of them needs."""
+        own = self.home.capabilities
+        every = [own, *(store.capabilities for store in self.others)]
+        part, parallel = (max(getattr(one, name) for one in every) for name in ("part_bytes", "parallel"))
+        return (
+            own
+            if (part, parallel) == (own.part_bytes, own.parallel)
+            else replace(own, part_bytes=part, parallel=parallel)
+        )
 
     def probe(self) -> Capabilities:
         return self.home.probe()
@@ -254,9 +273,15 @@ class ReplicatedStore:
     def order(self, name: str) -> list[Store]:
         """Returns the places that may have an object, in search order."""
         if object_names.is_pack(name):
-            return [*self.members, self.home, *self.found_members]
+            return [*self.members, self.home, *self.found_members, *self.followers]
         # Deciding objects, such as begin.json and manifests, exist exactly if the home has them.
-        return [self.home, *self.others] if object_names.is_index(name) or is_leftover(name) else [self.home]
+        if object_names.is_index(name):
+            return [self.home, *self.others, *self.followers]
+        return [self.home, *self.others] if is_leftover(name) else [self.home]
+
+    def sources(self, directory: str) -> list[str]:
+        """Returns the URLs of the places that packs of a checkpoint were last read from."""
+        return self._choice.sources(directory)
 
     def has(self, name: str) -> bool:
         """Returns whether a place in reach has it."""
@@ -291,8 +316,13 @@ class ReplicatedStore:
         for store in self.order(name):
             if store not in damaged and exists(store, name):
                 self.warn(f"{name} in {used.url} is damaged: read from {store.url}")
+                self.damaged.append((name, used))
                 return True
         return False
+
+    def forget(self, name: str) -> None:
+        """Forgets what is known of an object's copies: one was written anew."""
+        self._choice.forget([name])
 
     def get(self, name: str, *, limit: int) -> bytes:
         if object_names.is_pack(name) or object_names.is_index(name):
@@ -311,7 +341,7 @@ class ReplicatedStore:
 
     def _copied(self, name: str, limit: int) -> bytes | None:
         """Returns an intact copy of a sealed object that is damaged in the home."""
-        for store in self.others:
+        for store in (*self.others, *self.followers):
             try:
                 data = store.get(name, limit=limit)
             except (StoreError, CorruptionError):
@@ -339,14 +369,14 @@ class ReplicatedStore:
         spread = object_names.is_pack(name) or is_leftover(name)
         return self._first(name, lambda store: store.stat(name)) if spread else self.home.stat(name)
 
-    def children(self, prefix: str) -> Listing:
-        found = self.home.children(prefix)
+    def children(self, prefix: str, *, after: str = "") -> Listing:
+        found = self.home.children(prefix, after=after)
         if not found.objects or not object_names.is_step(prefix):
             return found
         objects = set(found.objects)
         for store in self.others:
             there = self._listed(store, prefix, lambda one: list(one.children(prefix).objects))
-            objects.update(file for file in there if object_names.is_pack(f"{prefix}/{file}"))
+            objects.update(file for file in there if file > after and object_names.is_pack(f"{prefix}/{file}"))
         return Listing(found.directories, tuple(sorted(objects)))
 
     def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
@@ -389,7 +419,7 @@ class ReplicatedStore:
             if object_names.is_copied(name):
                 self.copy_from_home(name)
             return
-        for store in self.order(name):
+        for store in (self.home, *self.others):
             if store is self.home or exists(store, name):
                 store.settle(name)
 
@@ -412,13 +442,5 @@ class ReplicatedStore:
         return (self.url, None) if unknown > last or last - unknown >= len(known) else known[last - unknown]
 
     def close(self) -> None:
-        for store in (self.home, *self.others):
+        for store in (self.home, *self.others, *self.followers):
             store.close()
-
-
-def _free_in(store: Store) -> int | None:
-    """Returns the free bytes; None also for a place without an answer: its put decides."""
-    try:
-        return store.free_bytes()
-    except StoreError:
-        return None

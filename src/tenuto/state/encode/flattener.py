@@ -44,8 +44,9 @@ class Flattener:
     per leaf.
     """
 
-    def __init__(self, state: Any, *, private: Any = None) -> None:
+    def __init__(self, state: Any, *, private: Any = None, rank: int = 0) -> None:
         self._state = state
+        self._rank = rank
         self._private = private
         self._known: _Known | None = None
         self.full_walks = 0
@@ -60,7 +61,7 @@ class Flattener:
         return self._full_walk()
 
     def _replay(self, known: _Known) -> Flattened:
-        writer = StateWalker(self._state, self._private, script=known.script)
+        writer = StateWalker(self._state, self._private, script=known.script, rank=self._rank)
         tree, private, boundary, _ = _walk(writer, self._state, self._private)
         writer.finish_replay()
         leaves = writer.leaves
@@ -87,7 +88,7 @@ class Flattener:
     @gc_paused
     def _full_walk(self) -> Flattened:
         self.full_walks += 1
-        writer = StateWalker(self._state, self._private)
+        writer = StateWalker(self._state, self._private, rank=self._rank)
         declared = declarations()
         tree, private, boundary, shared = _walk(writer, self._state, self._private)
         leaves = writer.leaves
@@ -117,12 +118,13 @@ class Flattener:
         return replace(about, tree=tree, private=private, sources=_pick(leaves.sources, firsts))
 
 
-def flatten(state: Any, *, private: Any = None) -> Flattened:
-    """Flattens the training state into leaves. `private`: a mapping that belongs to this rank alone. Copies nothing.
+def flatten(state: Any, *, private: Any = None, rank: int = 0) -> Flattened:
+    """Flattens the training state into leaves. `private`: a mapping that belongs to this rank alone, `rank`. Copies
+    nothing.
 
     Raises Unserialisable, DuplicatePath or StateError with the path.
     """
-    return Flattener(state, private=private).flatten()
+    return Flattener(state, private=private, rank=rank).flatten()
 
 
 def _walk(writer: StateWalker, state: Any, private: Any) -> tuple[Json, Json, int, int]:

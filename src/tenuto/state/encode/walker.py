@@ -23,11 +23,11 @@ from tenuto.model.leaf import METADATA, LeafSpec, Placement, join
 from tenuto.model.records import Json
 from tenuto.state import frameworks
 from tenuto.state.contract import Device
-from tenuto.state.declarations import MARKS, PerRank, Replicated, Shard, ShardLayout
+from tenuto.state.declarations import MARKS, FirstRank, Late, PerRank, Replicated, Shard, ShardLayout
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.atoms import CONTAINERS, DICTIONARIES, ENCODERS, encode_bytes
 from tenuto.state.frameworks import is_stateful, type_name
-from tenuto.state.tree import MAX_DEPTH, OWN, PRIVATE, ROOT, segment
+from tenuto.state.tree import FIRST_RANK, MAX_DEPTH, OWN, PRIVATE, ROOT, segment
 
 
 @dataclass(slots=True)
@@ -271,8 +271,11 @@ class _Entries:
 class StateWalker(LeafRecorder):
     """One walk over a state. Parameters of optimizers are looked up in `root`."""
 
-    def __init__(self, root: Any, private_root: Any = None, *, script: Sequence[WalkStep] | None = None) -> None:
+    def __init__(
+        self, root: Any, private_root: Any = None, *, script: Sequence[WalkStep] | None = None, rank: int = 0
+    ) -> None:
         super().__init__()
+        self._rank = rank
         self.script: list[WalkStep] = list(script) if script is not None else []
         self.root = root
         self.extra: dict[str, Any] = {}
@@ -309,6 +312,13 @@ class StateWalker(LeafRecorder):
             self._note(PerRank, path)
             self._own.append((path or ROOT, value.value))
             return {"!": OWN, "at": path or ROOT}
+        if isinstance(value, FirstRank) and not self._private:
+            self._note(FirstRank, path)
+            if self._rank == 0:
+                return self.encode(value.value, path)
+            if is_stateful(value.value) and frameworks.adapter_for(type(value.value)) is None:
+                _state_of(value.value, path)  # it may be a collective, which rank 0 is in as well
+            return {"!": FIRST_RANK}
         self._note(PerRank if isinstance(value, PerRank) else Replicated, path)
         with self.placed("replicated"):
             return self.encode(value.value, path)
@@ -353,6 +363,8 @@ class StateWalker(LeafRecorder):
             and frameworks.adapter_for(type(state)) is None
             and frameworks.registered(type(state)) is None
         ):
+            if Late in map(type, state.values()):
+                state = {key: value for key, value in state.items() if type(value) is not Late}
             with self._inside(state, path):
                 return {"!": "dict", "i": self.entries(state, path)}
         return self.encode(state, path)
@@ -520,6 +532,8 @@ _CODE: Final = (
 def _hint(value: Any) -> str:
     if isinstance(value, datetime.tzinfo):
         return "use datetime.timezone with a fixed offset"
+    if isinstance(value, Late):
+        return "tenuto.late() stands for an entry of the state itself, not for something inside one"
     if isinstance(value, _CODE):
         return "functions, classes and modules are code, not state; leave it out of the state"
     return "give it state_dict and load_state_dict, or call tenuto.register with its type"

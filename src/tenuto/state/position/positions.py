@@ -109,6 +109,10 @@ class DataPosition(Protocol):
     def elsewhere(self) -> str: ...
     @property
     def in_source(self) -> bool: ...
+    @property
+    def at(self) -> tuple[int, int, bool]:
+        """The epoch, the batches delivered of it, and whether it is over (or none has begun)."""
+        ...
 
     def batches_in(self, epoch: int) -> int | None:
         """Returns `batches_per_epoch` of one epoch: one begun by another number of ranks may differ."""
@@ -157,7 +161,9 @@ class DataPosition(Protocol):
 
 def attach(data: Any) -> DataPosition:
     """Returns the position of `data`: a torch or torchdata loader, anything with `state_dict` and `load_state_dict`, a
-    sequence of batches, or any other iterable."""
+    sequence of batches, or any other iterable. A position, as an adapter makes one, stands for itself."""
+    if isinstance(data, CountedPosition):
+        return cast(DataPosition, data)
     for base in type(data).__mro__:
         module = positions_of(base.__module__.partition(".")[0])
         if module is not None:
@@ -272,6 +278,18 @@ class CountedPosition:
         return self.batches_per_epoch
 
     @property
+    def at(self) -> tuple[int, int, bool]:
+        return self._epoch, self._current.delivered, self._current.ended or not self._begun
+
+    @property
+    def begun(self) -> bool:
+        """Whether an epoch was begun, here or in what was loaded."""
+        return self._begun
+
+    def leave_epochs_to_loop(self) -> None:
+        """Has the training loop set the epoch of a sampler that takes one, if anybody does."""
+
+    @property
     def elsewhere(self) -> str:
         return f"the position in the data is exact on as many ranks alone ({self._source})"
 
@@ -359,6 +377,15 @@ class StatefulPosition(CountedPosition):
     _loaded: tuple[int, bool] | None = None
     _source_state: Any = None
     """The state loaded into the source, until it is iterated."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Those that the source itself says, as a trainer's position does, are among them."""
+        return (*super().reasons, *getattr(self._data, "reasons", ()))
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        return (*super().caveats, *getattr(self._data, "caveats", ()))
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         loaded, self._loaded, self._source_state = self._loaded, None, None

@@ -79,6 +79,8 @@ class TrainingPosition:
         """Whether this loop takes its batches from the position, which counts them."""
         self.uncounted = False
         """Whether steps were completed on batches that nothing has counted, though there is data."""
+        self.epochs_told = False
+        """Whether a loop of the user's own counts its epochs, and not the data."""
         self._pending: Any = None
         """The random state that was restored, until the first step is completed or `settle` has restored it."""
         self.on_batch: Callable[[Any], None] | None = None
@@ -183,6 +185,11 @@ class TrainingPosition:
         self._pending = None
         if own_loop:
             self._taken = False
+            if self.data is not None and self.data.in_source:
+                epoch, delivered, ended = self.data.at
+                self.counters.batch = 0 if ended else delivered
+                if not self.epochs_told and (delivered or not ended):
+                    self.counters.epoch = epoch + ended
         self.uncounted = self.data is not None and not self._taken and not self.data.in_source
 
     def iterator(self) -> Iterator[Any]:

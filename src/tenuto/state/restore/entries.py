@@ -12,6 +12,7 @@ from tenuto.errors import CorruptionError, StateMismatch
 from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.state import frameworks
+from tenuto.state.declarations import Late
 from tenuto.state.encode.walker import StateWalker
 from tenuto.state.frameworks import type_name
 from tenuto.state.restore.class_fields import holds_structure
@@ -171,6 +172,8 @@ def _restored(plan: Restorer, entries: list[_Entry]) -> tuple[list[tuple[Any, Th
                 same.update(zip(keys, values, strict=True))
                 continue
         for key, child, present, where in run:
+            if type(present) is Late:
+                continue
             if child is not ABSENT:
                 thunks.append((key, plan.value(child, present, where)))
             elif plan.takes(where):

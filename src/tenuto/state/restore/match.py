@@ -21,7 +21,7 @@ from tenuto.state.frameworks import is_stateful, type_name
 from tenuto.state.restore.entries import mapping_entries
 from tenuto.state.restore.restorer import Restorer, Thunk
 from tenuto.state.restore.selection import Patterns, Renaming, Selection
-from tenuto.state.tree import KEYED, OWN, PRIVATE, children, items, kind_of, leaf_paths, name_of, terminals
+from tenuto.state.tree import BETWEEN, KEYED, OWN, PRIVATE, children, items, kind_of, leaf_paths, name_of, terminals
 from tenuto.state.update_barrier import let_updates_pass
 
 SHOWN = 10
@@ -35,6 +35,7 @@ def match_state(
     specs: Sequence[LeafSpec],
     into: Any = None,
     *,
+    within: Any = None,
     private_into: Any = None,
     strict: bool = True,
     include: Patterns | None = None,
@@ -50,6 +51,7 @@ def match_state(
       or stay unchanged without a private tree; the rest goes only into `private_into`, a mapping.
     - `rename`: maps paths of the checkpoint to the target's: a mapping of prefixes, or a function.
     - `include`, `exclude`: globs or compiled expressions over the target's paths.
+    - `within`: the state that `into` is some entries of, where parameters of optimizers are looked up.
     - `into`: a module, optimizer or other object takes the one entry of the checkpoint that fits it.
     - `device`: for new tensors and meta targets (default: host memory).
     - `apart`: other ranks have targets of their own; what this one does not take is in `unmatched`, no mismatch.
@@ -63,13 +65,16 @@ def match_state(
     entry = _entry_for(matched, into, specs, len(shared), apart=apart)
     if entry is not None:
         into = {entry: into}
-    restorer = Restorer(specs, into, Selection(include, exclude), device, strict, apart=apart)
+    target = into if within is None else within
+    restorer = Restorer(specs, target, Selection(include, exclude), device, strict, apart=apart)
     rest, own_nodes = _own_values(private_tree)
     restorer.begin_own(private_tree, len(shared), len(private), own_nodes)
     restorer.begin(matched, 0, len(shared))
     root = _root(restorer, matched, into)
     own: Thunk | None = None
-    if private_into is not None and private_tree is not None:
+    if _is_of_files(rest):
+        pass  # no rank has saved anything for itself
+    elif private_into is not None and private_tree is not None:
         restorer.begin(private_tree, len(shared), len(private))
         own = _root(restorer, rest, private_into, PRIVATE)
         restorer.skipped.extend(join(_OWN_ROOT, path) for path in restorer.own_left())
@@ -92,6 +97,11 @@ def match_state(
     left = _unmatched(restorer, matched) if apart and strict else None
     prepared = Prepared(wants, apply, _report(restorer), boxes, left)
     return prepared
+
+
+def _is_of_files(rest: Json) -> bool:
+    """Returns whether a private tree has only what lies between the tensors of adopted files."""
+    return isinstance(rest, dict) and kind_of(rest) == "dict" and [key for key, _ in items(rest)] == [BETWEEN]
 
 
 def _own_values(private_tree: Json) -> tuple[Json, dict[str, Json]]:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
-from tenuto.errors import CorruptionError
+from tenuto.errors import CorruptionError, ShardMismatch
 from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.state import frameworks
@@ -18,7 +18,19 @@ from tenuto.state.restore.class_fields import enum_member, named_fields, refused
 from tenuto.state.restore.entries import key_thunk, matched, spell, spelled, stateful, structured
 from tenuto.state.restore.restorer import ABSENT, Restorer, Thunk
 from tenuto.state.restore.selection import Selection
-from tenuto.state.tree import LEAVES, OWN, ROOT, STRUCTURE, holds_objects, items, kind_of, name_of, segment, sequence
+from tenuto.state.tree import (
+    FIRST_RANK,
+    LEAVES,
+    OWN,
+    ROOT,
+    STRUCTURE,
+    holds_objects,
+    items,
+    kind_of,
+    name_of,
+    segment,
+    sequence,
+)
 
 
 def declared_value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
@@ -76,6 +88,12 @@ _FOREIGN_ATOMS: Final = ("torch.size", "torch.dtype", "torch.device")
 def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
     """Plans the value of `node`. With `keep`, `like` is the target, changed in place; else it only offers classes."""
     kind = kind_of(node)
+    if kind == FIRST_RANK:
+        raise ShardMismatch(
+            f"{path or ROOT} is the first rank's, and this image in memory is another rank's: it has no value of it",
+            subject=path or ROOT,
+            hint="a checkpoint in the store has it for every rank",
+        )
     if kind == OWN or type(like) in MARKS:
         return declared_value(plan, node, like, path, keep)
     if keep and like is not ABSENT and type(like) not in ENCODERS:

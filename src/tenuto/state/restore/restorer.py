@@ -360,9 +360,9 @@ class Restorer:
 
     def _framework(self, node: Json, path: str) -> tuple[frameworks.Adapter, str]:
         name = node.get("as")
-        if name == "torch":
+        if name in ("torch", "jax"):
             try:
-                return frameworks.adapter_of("torch"), "torch"
+                return frameworks.adapter_of(name), name
             except ImportError:
                 return frameworks.adapter_of("numpy"), "numpy"
         if name not in ("numpy", "bytes"):

@@ -34,7 +34,7 @@ from tenuto.store.contract import (
 from tenuto.store.local import os_errors
 from tenuto.store.local.directories import Directories, parent
 from tenuto.store.local.reader import LocalReader, read_whole
-from tenuto.store.local.syscalls import FileSystem, OperatingSystem
+from tenuto.store.local.syscalls import FileSystem, OperatingSystem, Status
 from tenuto.store.local.writer import WORTH_DIRECT, FileWriter
 
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
@@ -66,7 +66,9 @@ class LocalStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(commits=self._naming is not None, persistent=self._directories.persistent)
+        return Capabilities(
+            commits=self._naming is not None, persistent=self._directories.persistent, views=True, lists_times=True
+        )
 
     def probe(self) -> Capabilities:
         # Without flushes, except for the last: nothing here has to outlive this call.
@@ -252,9 +254,10 @@ class LocalStore:
 
     # -- listing -----------------------------------------------------------------------------------------------------
 
-    def children(self, prefix: str) -> Listing:
+    def children(self, prefix: str, *, after: str = "") -> Listing:
         directories, files = self._level(prefix) if self._is_reachable(check_prefix(prefix)) else ([], [])
-        return Listing(tuple(directories), tuple(file for file in files if not is_leftover(file)))
+        found = Listing(tuple(directories), tuple(file for file in files if not is_leftover(file)))
+        return found.behind(after) if after else found
 
     def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         return (entry for entry in self._files(prefix) if leftovers or not is_leftover(entry.name))
@@ -267,8 +270,8 @@ class LocalStore:
         while waiting:
             place = waiting.pop()
             if place and not place.endswith("/"):
-                if (length := self._length(place)) is not None:
-                    yield Entry(place, length)
+                if (found := self._status(place)) is not None:
+                    yield Entry(place, found.size, found.modified_ns)
                 continue
             directories, files = self._level(place.rstrip("/"))
             below = [f"{place}{directory}/" for directory in directories]
@@ -278,15 +281,15 @@ class LocalStore:
     def _is_reachable(self, prefix: str) -> bool:
         return not prefix or self._directories.are_ours(f"{prefix}/")
 
-    def _length(self, name: str) -> int | None:
-        """Returns the length of a file, None if it vanished since it was listed."""
+    def _status(self, name: str) -> Status | None:
+        """Returns what is known of a file, None if it vanished since it was listed."""
         try:
             found = self.filesystem.status(self._path(name))
         except OSError as error:
             if error.errno in os_errors.ABSENT:
                 return None
             raise os_errors.meaning(error, "looking at", self._path(name), name) from error
-        return found.size if found.kind == "file" else None
+        return found if found.kind == "file" else None
 
     def _level(self, prefix: str) -> tuple[list[str], list[str]]:
         """Returns directories and files (with leftovers) directly below `prefix`, each sorted."""

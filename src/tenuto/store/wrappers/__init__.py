@@ -1,1 +1,2 @@
-"""Stores over other stores: retries, and one content put into several."""
+"""Stores over other stores: retries, one content put into several, parts dealt out to several, a local cache, a limit
+on bytes per second."""

@@ -6,9 +6,12 @@ A failed flush (StoreUnreliable) and a full or forbidden store are never retried
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -35,9 +38,7 @@ class Patience:
             return work()  # outside the loop: its setup alone holds the interpreter lock for a tenth of a read
         except StoreUnavailable as error:
             first = [error]
-        import stamina  # only where something is tried again: most processes never need it
-
-        for attempt in stamina.retry_context(
+        for attempt in _retry_context()(
             on=StoreUnavailable,
             attempts=self.attempts,
             timeout=self.timeout_s,
@@ -50,6 +51,16 @@ class Patience:
                     raise first.pop()
                 return work()
         raise AssertionError("stamina ends with a result or an error")
+
+
+@cache
+def _retry_context() -> Callable[..., Iterable[AbstractContextManager[object]]]:
+    """Imports the retries only where something is tried again: most processes never need them. They log each one, which
+    is nothing to see where nobody has set up logging."""
+    import stamina
+
+    logging.getLogger("stamina").addHandler(logging.NullHandler())
+    return stamina.retry_context
 
 
 def _retry_read(read: Callable[[], Result]) -> Result:
@@ -133,8 +144,8 @@ class RetryingStore:
     def stat(self, name: str) -> Stat:
         return self.patience(lambda: self.inner.stat(name))
 
-    def children(self, prefix: str) -> Listing:
-        return self.patience(lambda: self.inner.children(prefix))
+    def children(self, prefix: str, *, after: str = "") -> Listing:
+        return self.patience(lambda: self.inner.children(prefix, after=after))
 
     def walk(self, prefix: str, *, leftovers: bool = False) -> Iterator[Entry]:
         return iter(self.patience(lambda: list(self.inner.walk(prefix, leftovers=leftovers))))

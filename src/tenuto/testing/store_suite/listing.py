@@ -26,6 +26,14 @@ class ListingAndRemoving(Suite):
         assert store.children("a") == Listing(("b",), ("b-", "b.d"))
         assert store.children("a/b") == Listing(("c2",), ("c", "d"))
 
+    def test_children_behind_a_name(self, store: Store) -> None:
+        self.tree(store)
+        assert store.children("a", after="b") == Listing((), ("b-", "b.d"))
+        assert store.children("a", after="a") == store.children("a")
+        assert store.children("a/b", after="c") == Listing(("c2",), ("d",))
+        assert store.children("a/b", after="c1") == Listing(("c2",), ("d",))
+        assert store.children("a/b", after="d") == Listing((), ()) == store.children("nowhere", after="a")
+
     def test_what_is_missing_has_no_children(self, store: Store) -> None:
         self.put(store, "a/x")
         for prefix in ("nowhere", "a/nowhere", "a/x"):

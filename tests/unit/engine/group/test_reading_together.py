@@ -56,6 +56,12 @@ class CountingReader:
     def close(self) -> None:
         self._inner.close()
 
+    def __enter__(self) -> CountingReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class Counting(MemoryStore):
     def __init__(self, name: str) -> None:
@@ -257,7 +263,7 @@ def test_what_a_neighbour_cannot_read_each_rank_reads_for_itself(
         failed.append(offset)
         raise StoreError(f"{name} cannot be read", subject=name)
 
-    monkeypatch.setattr(node_share.LoopThreads, "of", lambda processes: LoopThreads(1, 1))
+    monkeypatch.setattr(node_share.LoopThreads, "of", lambda processes, waiting=0: LoopThreads(1, 1))
     one_at_a_time = threading.Lock()
     monkeypatch.setattr(
         node_share.NodeSharedReads, "_load_one", lambda self, number: guarded(one_at_a_time, load, self, number)

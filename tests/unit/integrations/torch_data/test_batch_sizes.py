@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tenuto
+from support.thinning import crossed
 from tenuto import every
 from tenuto.errors import TenutoWarning
 from tenuto.state.position.positions import attach
@@ -72,11 +73,9 @@ OF_A_SIZE: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", OF_A_SIZE.values(), ids=OF_A_SIZE.keys())
-@pytest.mark.parametrize(("saved_at", "size", "rest"), [(10, 8, 3), (10, 2, 12), (16, 8, 0), (16, 2, 0)])
-def test_another_batch_size_loses_nothing_of_the_epoch(
-    tmp_path: Path, make: Callable[[int], Any], saved_at: int, size: int, rest: int
-) -> None:
+@pytest.mark.parametrize(("name", "case"), crossed(list(OF_A_SIZE), [(10, 8, 3), (10, 2, 12), (16, 8, 0), (16, 2, 0)]))
+def test_another_batch_size_loses_nothing_of_the_epoch(tmp_path: Path, name: str, case: tuple[int, int, int]) -> None:
+    make, (saved_at, size, rest) = OF_A_SIZE[name], case
     seen: list[int] = []
 
     def train(batch_size: int, stop_at: int) -> int:

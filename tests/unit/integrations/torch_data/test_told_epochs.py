@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tenuto
+from support.thinning import crossed
 from tenuto import every
 from tenuto.integrations.torch.data.sampler import ResumableSampler
 from tenuto.state.position.positions import attach
@@ -54,8 +55,7 @@ def train(place: Path, loader: Any, until: int | None = None) -> list[tuple[int,
     return seen
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("make", [plain, stateful, in_batches], ids=["plain", "stateful", "stateful, batch sampler"])
+@pytest.mark.parametrize(("make", "workers"), crossed([plain, stateful, in_batches], [0, 1]))
 def test_nothing_comes_again_where_the_loop_tells_the_epoch(tmp_path: Path, make: Any, workers: int) -> None:
     whole = train(tmp_path / "whole", make())
     assert len(whole) == 3 * BATCHES

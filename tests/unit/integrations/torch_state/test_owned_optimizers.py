@@ -78,3 +78,10 @@ def test_large_and_circular_containers_of_a_module_are_passed_by() -> None:
     agent.optimizer.optimizer = agent.optimizer  # type: ignore[attr-defined]
     agent.vocabulary = [*range(100_000), torch.optim.SGD(agent.policy.parameters())]  # type: ignore[assignment]
     assert certificate({"agent": agent, "optimizer": agent.optimizer}, None)["exact"]
+
+
+def test_an_optimizer_in_a_nested_dictionary_is_an_entry() -> None:
+    model = nn.Linear(2, 1)
+    found = certificate({"model": model, "optimizers": {"0": torch.optim.Adam(model.parameters())}}, None)
+    assert not any("no torch optimizer" in one for one in found["caveats"])
+    assert any("no torch optimizer" in one for one in certificate({"values": {"0": 1}}, None)["caveats"])

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from tenuto.integrations.torch.data.resumable import position_of
+from tenuto.state.declarations import MARKS
 from tenuto.state.frameworks import is_stateful
 
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -81,14 +83,18 @@ def _words(dataset: Any) -> str:
 
 
 def _known(state: Mapping[str, Any]) -> set[int]:
-    return {id(loader.dataset) for value in state.values() for loader in _loaders(value)}
+    return {id(loader.dataset) for value in state.values() for loader in loaders(value)}
 
 
-def _loaders(value: Any, depth: int = 0) -> Iterator[DataLoader[Any]]:
+def loaders(value: Any, depth: int = 0) -> Iterator[DataLoader[Any]]:
     """Yields the loaders in a value. A large container holds none."""
     below: Iterable[Any] = ()
+    if type(value) in MARKS:
+        value = value.value
     if isinstance(value, DataLoader):
-        yield value
+        counting = position_of(value)
+        if counting is None or counting.iterated:  # one that nobody iterates counts nothing
+            yield value
     elif depth == _DEEPEST:
         return
     elif type(value) in (dict, list, tuple):
@@ -97,7 +103,7 @@ def _loaders(value: Any, depth: int = 0) -> Iterator[DataLoader[Any]]:
         below = getattr(value, "__dict__", {}).values()
     if isinstance(below, Sized) and len(below) <= _MOST:
         for one in below:
-            yield from _loaders(one, depth + 1)
+            yield from loaders(one, depth + 1)
 
 
 def _inside(iterator: Any) -> bool:

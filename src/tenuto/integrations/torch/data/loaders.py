@@ -15,9 +15,12 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from tenuto.integrations.torch.data.replay import ReplayPosition, index_sampler
+from tenuto.integrations.torch.data import resumable
+from tenuto.integrations.torch.data.prepared import PreparedPosition, is_divided, is_prepared, plain, reads_elsewhere
+from tenuto.integrations.torch.data.replay import ReplayPosition, index_sampler, order_sampler
 from tenuto.integrations.torch.data.sampler import ResumableSampler
 from tenuto.integrations.torch.data.stateful import StatefulLoaderPosition, StreamPosition
+from tenuto.integrations.torch.rng import is_seedable
 from tenuto.state.position.positions import DataPosition, RestartingPosition, has_state
 
 REPEATABLE: Final = frozenset(
@@ -34,8 +37,7 @@ UNSEEDED_WORKERS: Final = (
     "a worker's own generators cannot be put back to where they were inside an epoch"
 )
 PREPARED: Final = (
-    "{name} wraps a loader, reads ahead of what it gives, and draws its order again; pass the DataLoader itself, as it "
-    "was before accelerator.prepare"
+    "{name} wraps a loader in a way that is not known here; pass the DataLoader itself, as it was before it was wrapped"
 )
 STATEFUL_HINT: Final = "torchdata's StatefulDataLoader keeps it"
 
@@ -44,11 +46,15 @@ def attach(loader: Any) -> DataPosition | None:
     """Returns the position of a DataLoader or a subclass, such as torchdata's StatefulDataLoader; None for anything
     else.
 
-    What only says that it is a DataLoader (`__class__`), as accelerate's prepared loaders do, cannot be positioned: its
-    own state, where it has one, leaves the order out.
+    accelerate's prepared loaders only say that they are DataLoaders (`__class__`). Anything else that does cannot be
+    positioned: its own state, where it has one, may leave the order out.
     """
     if not isinstance(loader, DataLoader):
         return None
+    if (counting := resumable.position_of(loader)) is not None:
+        return counting
+    if is_prepared(loader):
+        return _of_prepared(loader)
     if not issubclass(type(loader), DataLoader):
         return RestartingPosition(loader, PREPARED.format(name=type(loader).__name__))
     caveats = (UNSEEDED_WORKERS,) if loader.num_workers > 0 else ()
@@ -74,11 +80,28 @@ def _of_stateful(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPosit
     return StatefulLoaderPosition(loader, (), caveats)
 
 
+def _of_prepared(loader: Any) -> DataPosition:
+    inside = plain(loader.base_dataloader)
+    caveats = (UNSEEDED_WORKERS,) if inside.num_workers > 0 else ()
+    if reads_elsewhere(loader):
+        return PreparedPosition(loader, None)
+    if not isinstance(inside.dataset, IterableDataset):
+        reasons = _unrepeatable(inside)
+        return PreparedPosition(loader, ReplayPosition(inside, reasons, caveats), caveats=caveats)
+    name = type(inside.dataset).__name__
+    reasons = ()
+    if not has_state(inside.dataset):
+        reasons = (f"{name} is an IterableDataset without state_dict, so an interrupted epoch starts again",)
+    elif inside.num_workers:
+        reasons = (f"the state of {name} lies in the loader's workers, so an interrupted epoch starts again",)
+    return PreparedPosition(loader, None, reasons, caveats)
+
+
 def _sampler(loader: DataLoader[Any]) -> Any:
     """Returns the source of the order."""
     found = index_sampler(loader)
-    plain = type(found) is BatchSampler or (isinstance(found, BatchSampler) and _is_torchdatas(type(found)))
-    return found.sampler if plain else found
+    known = type(found) is BatchSampler or (isinstance(found, BatchSampler) and _is_torchdatas(type(found)))
+    return order_sampler(loader) if known or is_divided(found) else found
 
 
 def _is_torchdatas(what: Any) -> bool:
@@ -89,7 +112,7 @@ def _unrepeatable(loader: DataLoader[Any]) -> tuple[str, ...]:
     """Returns why the order of this loader's batches may not repeat; empty if it does."""
     reasons = []
     sampler, iteration = _sampler(loader), type(loader).__iter__
-    if type(sampler) not in REPEATABLE:
+    if type(sampler) not in REPEATABLE and not is_seedable(sampler):
         note = f"its own state is not kept ({STATEFUL_HINT})" if has_state(sampler) else "it has no state_dict"
         reasons.append(
             f"the order of {type(sampler).__name__} is repeated only if it follows from the global generators; {note}"

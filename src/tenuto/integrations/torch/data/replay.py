@@ -9,7 +9,7 @@ object that yields indices is replaced, so the numbers are those of the same loa
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -101,6 +101,8 @@ class EpochOfSampler:
         self._sampler = next(
             (found for found in (index_sampler, getattr(index_sampler, "sampler", None)) if _takes_epochs(found)), None
         )
+        self.left_to_loop = False
+        """Whether only a ResumableSampler, which needs it, gets its epoch from here."""
         self._seen: int | None = None if self._sampler is None else self._sampler.epoch
 
     @property
@@ -118,7 +120,8 @@ class EpochOfSampler:
         """Sets the epoch before its iterator is made."""
         if self._sampler is None:
             return
-        if self._sampler.epoch == self._seen or isinstance(self._sampler, ResumableSampler):
+        alone = self._sampler.epoch == self._seen and not self.left_to_loop
+        if alone or isinstance(self._sampler, ResumableSampler):
             self._sampler.set_epoch(epoch)
         self._seen = self._sampler.epoch
 
@@ -136,9 +139,11 @@ def _takes_epochs(sampler: Any) -> bool:
 
 
 def order_sampler(loader: DataLoader[Any]) -> Any:
-    """Returns the sampler of the order; the one inside a batch sampler."""
+    """Returns the sampler of the order; the one inside a batch sampler, or inside the one that accelerate divides."""
     found = index_sampler(loader)
-    return found.sampler if isinstance(found, BatchSampler) else found
+    if not isinstance(found, BatchSampler):
+        return found
+    return getattr(getattr(found, "batch_sampler", found), "sampler", found)
 
 
 def order_name(loader: DataLoader[Any]) -> str:
@@ -163,6 +168,8 @@ class Skipping(Sampler[Any]):
         self._inner = inner
         self._skip = 0
         self._latest: Draws | None = None
+        self.before: Callable[[], None] | None = None
+        """Called once, before the next order is made."""
 
     def start_after(self, skip: int) -> None:
         """Sets the draws to skip in iterations requested until `begin`."""
@@ -188,8 +195,13 @@ class Skipping(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers requests an iterator twice and uses the second, so the request alone must draw nothing.
-        self._latest = Draws(self._inner, self._skip)
+        self._latest = Draws(self._inner, self._skip, self._begins)
         return self._latest
+
+    def _begins(self) -> None:
+        before, self.before = self.before, None
+        if before is not None:
+            before()
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -198,9 +210,10 @@ class Skipping(Sampler[Any]):
 class Draws(Iterator[Any]):
     """One iteration of a sampler, started by `begin` or by the first draw."""
 
-    def __init__(self, inner: Any, skip: int) -> None:
+    def __init__(self, inner: Any, skip: int, begins: Callable[[], None]) -> None:
         self._inner = inner
         self._skip = skip
+        self._begins = begins
         self._draws: Iterator[Any] | None = None
         self._first: list[Any] = []
         self._ended = False
@@ -209,6 +222,7 @@ class Draws(Iterator[Any]):
     def begin(self) -> Iterator[Any]:
         """Makes the sampler's order now, not at the first batch: it may draw from a global generator."""
         if self._draws is None:
+            self._begins()
             self._draws = iter(self._inner)
             self.drawn = max(self._skip, 1)
             if self._skip:
@@ -236,11 +250,13 @@ class EpochStart:
     - `generators`: the global ones, as from `position.rng.capture`.
     - `own`: the loader's and the sampler's, in the order of `ReplayPosition._own`.
     - `cold`: workers were started in this epoch, so their seed was drawn in it.
+    - `late`: the state is that at the first batch, where a loader without workers makes its order; else at `iter`.
     """
 
     generators: Mapping[str, Any]
     own: tuple[Any, ...]
     cold: bool
+    late: bool = False
 
 
 class ReplayPosition(CountedPosition):
@@ -270,6 +286,9 @@ class ReplayPosition(CountedPosition):
         """The requests to the loaded epoch's sampler by then: workers get more than is delivered."""
         self._passed_over = True
         """Whether the delivered batches were skipped when the iterator was made."""
+        self._late = False
+        """Whether others draw between `iter` and the first batch, so that the order is to be made where the loader
+        itself makes it."""
 
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         loaded, self._loaded = self._loaded, None
@@ -289,8 +308,15 @@ class ReplayPosition(CountedPosition):
             self._worker_seed = None
         cold = self._keeps_workers and not self._started_workers and self._worker_seed is None
         self._start = EpochStart(_order_generators(), self._own_states(), cold)
-        batches = self._opened(self._placed(epoch, start), cold=cold)
+        skip = self._placed(epoch, start)
+        late = self._late and not skip and self._loader.num_workers == 0
+        if late:
+            self._indices.before = self._note_start
+        batches = self._opened(skip, cold=cold, late=late)
         return self._counted(epoch, batches, start if self._passed_over else 0)
+
+    def _note_start(self) -> None:
+        self._start = EpochStart(_order_generators(), self._own_states(), cold=False, late=True)
 
     def _placed(self, epoch: int, delivered: int) -> int:
         """Places a shared order at its base. Returns how many batches of the epoch to skip."""
@@ -310,7 +336,7 @@ class ReplayPosition(CountedPosition):
         global_rng.apply(self._start.generators)
         self._set_own(self._start.own)
         self._sampler_epoch.repeat()
-        batches = self._opened(self._placed(self._epoch, delivered), cold=self._start.cold)
+        batches = self._opened(self._placed(self._epoch, delivered), cold=self._start.cold, start=self._start)
         global_rng.apply(now)
         if self._drawn is None or self._drawn == self._indices.drawn:
             self._set_own(own_now)  # else the number of workers changed, and with it how far the order was drawn
@@ -334,6 +360,7 @@ class ReplayPosition(CountedPosition):
         self._sampler_epoch.repeat()
         self._indices.start_after(self._placed(self._epoch, delivered))
         iter(_without_workers(self._loader))
+        self._place_late(start)
         if self._indices.begin():
             self._indices.run_out()
         else:
@@ -347,8 +374,15 @@ class ReplayPosition(CountedPosition):
             return self.batches_in(epoch) or batch
         return batch
 
-    def _opened(self, skip: int, *, cold: bool) -> Iterator[Any]:
-        """Returns the loader's iterator, after all draws that belong to the beginning of the epoch."""
+    def _place_late(self, start: EpochStart | None) -> None:
+        """Restores the generators as they were where the order was made, if that was behind `iter`."""
+        if start is not None and start.late:
+            global_rng.apply(start.generators)
+            self._set_own(start.own)
+
+    def _opened(self, skip: int, *, cold: bool, late: bool = False, start: EpochStart | None = None) -> Iterator[Any]:
+        """Returns the loader's iterator, after all draws that belong to the beginning of the epoch (`late`: after those
+        that belong to `iter`). `start`: of an epoch that is continued."""
         self._indices.start_after(skip)
         drawn_before = self._worker_seed is not None and not cold
         if drawn_before and not (self._keeps_workers and self._started_workers):
@@ -358,7 +392,8 @@ class ReplayPosition(CountedPosition):
                 self._worker_seed = (self._data.generator or torch.default_generator).get_state()
             batches = iter(self._loader)
         self._started_workers = True
-        self._passed_over = self._indices.begin()
+        self._place_late(start)
+        self._passed_over = late or self._indices.begin()
         if skip and not self._passed_over:
             self._add_reason("the loader takes its batches from elsewhere than its sampler, so the epoch starts again")
         return batches
@@ -380,6 +415,13 @@ class ReplayPosition(CountedPosition):
 
     def _set_own(self, states: tuple[Any, ...]) -> None:
         rng.set_generators(self._own, states, "data/generators")
+
+    def reopen(self) -> None:
+        """Takes an epoch as not over whose last batch was read, and not delivered yet."""
+        self._current.ended = False
+
+    def leave_epochs_to_loop(self) -> None:
+        self._sampler_epoch.left_to_loop = self._late = True
 
     def batches_in(self, epoch: int) -> int | None:
         return self.batches_per_epoch if self._order is None else self._order.batches_in(epoch)
@@ -429,6 +471,7 @@ class ReplayPosition(CountedPosition):
                 "global": dict(self._start.generators),
                 "own": list(self._start.own),
                 "cold": self._start.cold,
+                **({"late": True} if self._start.late else {}),
             }
         return out
 
@@ -459,7 +502,7 @@ class ReplayPosition(CountedPosition):
             start: Mapping[str, Any] = state["start"]
             # Temporary workers drew their seed in this epoch too, and those here stay from now on.
             cold = start["cold"] or (self._keeps_workers and self._worker_seed is None)
-            self._start = EpochStart(start["global"], tuple(start["own"]), cold)
+            self._start = EpochStart(start["global"], tuple(start["own"]), cold, start.get("late", False))
             self._loaded = state["epoch"], self._batches_before(state)
             self._drawn = state.get("drawn") if self._loaded[1] == state["delivered"] else None
             self._current.delivered = self._loaded[1]

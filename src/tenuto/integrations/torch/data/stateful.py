@@ -72,6 +72,9 @@ class StatefulLoaderPosition(CountedPosition):
             self._loaded = epoch, loaded[1], True
         super().run_out(epoch)
 
+    def leave_epochs_to_loop(self) -> None:
+        self._sampler_epoch.left_to_loop = True
+
     def batches_in(self, epoch: int) -> int | None:
         return self.batches_per_epoch if self._order is None else self._order.batches_in(epoch)
 

@@ -1,0 +1,27 @@
+"""What `tenuto import --in-place` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tenuto.cli.console import output
+
+
+def carry_out(source: Path, where: str | None, *, run: str, step: int | None, format: str | None, json: bool) -> None:
+    """Adopts the checkpoints at `source`, and reports them."""
+    from tenuto.api.adopt import adopt
+    from tenuto.errors import typed
+    from tenuto.units import count, size
+
+    adopted = adopt(source, where, run=run, step=step, format=format)
+    place = adopted[0].where
+    if json:
+        checkpoints = [
+            {"checkpoint": one.id, "bytes": one.bytes, "leaves": one.leaves, "content": one.content} for one in adopted
+        ]
+        output.document("import", {"where": place, "source": str(source), "in_place": True, "checkpoints": checkpoints})
+        return
+    for one in adopted:
+        output.line(f"{one.id}  {count(one.leaves, 'tensor')}, {size(one.bytes)}, where they lie")
+    output.story("the files have a second name now: write new ones instead of writing over them")
+    output.story(f"hint: {typed('tenuto', 'verify', place)} reads every byte of them again")

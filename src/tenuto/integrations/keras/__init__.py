@@ -1,0 +1,1 @@
+"""Keras 3: a callback that saves and resumes `fit`, on every backend."""

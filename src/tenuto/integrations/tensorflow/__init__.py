@@ -1,0 +1,1 @@
+"""TensorFlow: variables by object graph, and a manager with the names of `tf.train.CheckpointManager`."""

@@ -1,0 +1,576 @@
+"""A verified copy of checkpoints in another store, which is read by itself when this repository is lost.
+
+The plan compares two listings and reads next to nothing. What the copy lacks goes there in the order of a save: claims,
+`begin.json`, indexes, data files, the manifest last. Every byte is checked against its digest on the way. Each object
+appears whole or not at all, so a copy that was cut off goes on with the first object that is not there.
+
+Retention may remove a checkpoint while it is copied. Its parts are taken back then, under an aborted mark: another
+process that copies the same checkpoint either finds the mark, or finds afterwards that parts are gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Final, TypeVar
+
+from tenuto.concurrency.process import judge, this_process
+from tenuto.concurrency.worker_threads import parallel_for
+from tenuto.crashpoints import crashpoint
+from tenuto.engine.read.copy_packs import copy_pack
+from tenuto.errors import (
+    AlreadyExists,
+    CheckpointNotFound,
+    CopyDiverged,
+    CorruptionError,
+    ObjectNotFound,
+    RepositoryError,
+    StoreError,
+    StoreFull,
+    TenutoError,
+)
+from tenuto.events import Emitter, Progress
+from tenuto.maintenance.copy_record import become_copy, check_target, identity_of
+from tenuto.maintenance.inspect import inspect
+from tenuto.maintenance.replica_tidy import free_in, is_ahead
+from tenuto.model import canonical_json
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Manifest
+from tenuto.repo.bases import refuse_resting
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest, encode_aborted
+from tenuto.repo.refs import Kind, list_refs, numbers
+from tenuto.repo.replicated.places import home_of
+from tenuto.repo.replicated.replica import exists
+from tenuto.repo.replicated.replicated_store import ReplicatedStore
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes, Content, Entry, Store, is_leftover
+
+_THREADS: Final = 4
+"""Data files that are copied at once."""
+_DAY_NS: Final = 24 * 3600 * 10**9
+_NAMED_BY: Final[tuple[Kind, ...]] = ("tag", "pin")
+"""The kinds of refs that are copied. A hold is for a process that needs the checkpoint here."""
+
+Lengths = Mapping[str, int]
+One = TypeVar("One")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTask:
+    """What a copy lacks of a checkpoint, by name. `bytes`: of its data files. `missed`: whether the checkpoint is not
+    there at all."""
+
+    id: CheckpointId
+    lacks: tuple[str, ...]
+    bytes: int
+    missed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """What to copy.
+
+    tasks: the newest of each run first.
+    whole: how many checkpoints the copy has already.
+    small: claims, refs and proofs that it lacks.
+    removed: what the copy has and this repository has no more.
+    parts: saves of which the copy has some, and this repository nothing.
+    leftovers: of puts there that did not finish, whoever's.
+    there: the copy's objects and their lengths.
+    """
+
+    where: str
+    to: str
+    tasks: tuple[CopyTask, ...]
+    whole: int
+    small: tuple[str, ...]
+    removed: tuple[CheckpointId, ...]
+    parts: tuple[CheckpointId, ...]
+    leftovers: tuple[str, ...]
+    there: Lengths = field(repr=False)
+
+    @property
+    def bytes(self) -> int:
+        return sum(task.bytes for task in self.tasks)
+
+    @property
+    def behind(self) -> int:
+        """Returns how many checkpoints the copy does not have."""
+        return sum(task.missed for task in self.tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What a copy has come to.
+
+    copied: checkpoints that are there now, newest first, and were not, or not whole.
+    skipped: how many were there already.
+    gone: removed here while they were copied.
+    pruned: removed there.
+    bytes, seconds: of the data files that were copied, and the time that it took.
+    failed: errors of those that were not copied.
+    unlisted: why the copy is not on this repository's list of copies; None if it is.
+    stopped: whether `stop` was set before all was done.
+    """
+
+    copied: tuple[CheckpointId, ...] = ()
+    skipped: int = 0
+    gone: tuple[CheckpointId, ...] = ()
+    pruned: tuple[CheckpointId, ...] = ()
+    bytes: int = 0
+    seconds: float = 0.0
+    failed: tuple[TenutoError, ...] = ()
+    unlisted: str | None = None
+    stopped: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Returns whether all that was asked for is there."""
+        return not self.failed and not self.stopped
+
+    def __add__(self, later: CopyReport) -> CopyReport:
+        """Returns the report of both, of which `later` came after."""
+        return CopyReport(
+            (*later.copied, *self.copied),
+            later.skipped,
+            (*later.gone, *self.gone),
+            (*later.pruned, *self.pruned),
+            self.bytes + later.bytes,
+            self.seconds + later.seconds,
+            later.failed,
+            later.unlisted,
+            later.stopped,
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The plan.
+
+
+def plan_copy(
+    repo: Repo,
+    target: Store,
+    *,
+    run: str | None = None,
+    ids: Collection[CheckpointId] | None = None,
+    damaged: Collection[str] = (),
+) -> CopyPlan:
+    """Plans a copy, from one listing of each store. `run`, `ids`: only these. `damaged`: objects of the copy that are
+    known to be, and count as not there.
+
+    Raises StoreError if the repository is not where it was when it was opened: nothing there would look like all
+    removed; and RepositoryError if the target cannot be this repository's copy.
+    """
+    identity_of(repo)
+    check_target(repo, target)
+    prefix = object_names.RUNS if run is None else object_names.run_directory(run)
+    listed = list(target.walk(prefix, leftovers=True))
+    there = {entry.name: entry.length for entry in listed if not is_leftover(entry.name)}
+    for name in damaged:
+        if name in there:
+            there[name] = -1  # it is there, and no object has this length
+    here = {entry.name: entry.length for entry in repo.store.walk(prefix)}
+    tasks, whole = [], 0
+    mine, theirs = _saves(here), _saves(there)
+    for id, names in mine.items():
+        if (ids is not None and id not in ids) or not _is_checkpoint(repo, id, here, there):
+            continue
+        lacks = tuple(name for name in names if there.get(name) != here[name])
+        nbytes = sum(here[name] for name in lacks if object_names.is_pack(name))
+        whole += not lacks
+        tasks += [CopyTask(id, lacks, nbytes, id.manifest not in there)] if lacks else []
+    claims = [name for name in here if name.endswith(f"/{object_names.ATTEMPT}")]
+    small = [name for name in claims if there.get(name) != here[name]]
+    if run is None and ids is None:
+        for other in (*(f"refs/{kind}" for kind in _NAMED_BY), object_names.PROOFS):
+            small += _missing(repo.store, target, other)
+    small += _missing(repo.store, target, object_names.KEYS)
+    removed = [id for id, names in theirs.items() if id.manifest in names and id.manifest not in here]
+    parts = [id for id, names in theirs.items() if id.manifest not in names and id not in mine]
+    return CopyPlan(
+        where=repo.url,
+        to=target.url,
+        tasks=tuple(_by_age(tasks)),
+        whole=whole,
+        small=tuple(small),
+        removed=tuple(removed) if ids is None else (),
+        parts=tuple(parts) if ids is None else (),
+        leftovers=tuple(_dead(listed)),
+        there=there,
+    )
+
+
+def _missing(here: Store, there: Store, prefix: str) -> list[str]:
+    known = {entry.name for entry in there.walk(prefix)}
+    return [entry.name for entry in here.walk(prefix) if entry.name not in known]
+
+
+def _saves(names: Lengths) -> dict[CheckpointId, list[str]]:
+    """Returns the objects that belong to saves, by save."""
+    found: dict[CheckpointId, list[str]] = {}
+    for name in names:
+        id = object_names.save_of(name)
+        if id is None:
+            continue
+        file = name[len(id.directory) + 1 :]
+        own = file in (object_names.BEGIN, object_names.MANIFEST) or object_names.is_note(file)
+        if own or object_names.is_pack(name) or object_names.is_index(name):
+            found.setdefault(id, []).append(name)
+    return found
+
+
+def _is_checkpoint(repo: Repo, id: CheckpointId, here: Lengths, there: Lengths) -> bool:
+    """Returns whether the listing shows a checkpoint; reads only what may be the mark of an aborted save."""
+    length = here.get(id.manifest)
+    if length is None:
+        return False
+    return length > MAX_ABORTED or length == there.get(id.manifest) or repo.exists(id)
+
+
+def _by_age(tasks: Sequence[CopyTask]) -> Iterator[CopyTask]:
+    """Yields the newest of each run, then the second newest of each, and so on."""
+    newest = sorted(tasks, key=lambda task: task.id, reverse=True)
+    aged = [(age, task) for _, some in groupby(newest, lambda task: task.id.run) for age, task in enumerate(some)]
+    yield from (task for _, task in sorted(aged, key=lambda one: one[0]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Its execution.
+
+
+class _Stopped(Exception):
+    """Raised in the middle of a put, which then leaves nothing."""
+
+
+class _Watched:
+    """Content that tells how far it is, and ends early when it has to."""
+
+    def __init__(self, content: Content, moved: Callable[[int], None]) -> None:
+        self._content = content
+        self._moved = moved
+
+    @property
+    def length(self) -> int:
+        return self._content.length
+
+    def pieces(self) -> Iterator[memoryview]:
+        for piece in self._content.pieces():
+            yield piece
+            self._moved(piece.nbytes)
+
+
+def execute(
+    repo: Repo,
+    target: Store,
+    plan: CopyPlan,
+    *,
+    prune: bool = False,
+    emitter: Emitter | None = None,
+    stop: threading.Event | None = None,
+) -> CopyReport:
+    """Copies, newest first. What goes wrong with one checkpoint is reported and keeps nothing from the others; a full
+    target ends it. `prune`: also removes there what this repository has removed. `stop`: set from elsewhere to end it
+    soon."""
+    return _Copying(repo, target, plan, emitter or Emitter(), stop or threading.Event()).run(prune)
+
+
+class _Copying:
+    def __init__(self, repo: Repo, target: Store, plan: CopyPlan, emitter: Emitter, stop: threading.Event) -> None:
+        self.repo, self.target, self.plan = repo, target, plan
+        self._emitter, self._stop = emitter, stop
+        self._there = dict(plan.there)
+        self._token = _token()
+        self._claims: set[str] = set()
+        self._moved = self._bytes = 0
+        self._lock = threading.Lock()
+
+    def run(self, prune: bool) -> CopyReport:
+        began = time.perf_counter()
+        unlisted = become_copy(self.repo, self.target)
+        self.target.delete(list(self.plan.leftovers))
+        copied: list[CheckpointId] = []
+        gone: list[CheckpointId] = []
+        pruned: list[CheckpointId] = []
+        failed: list[TenutoError] = []
+        stopped = False
+        try:
+            for name in self.plan.small:
+                if name.endswith(f"/{object_names.ATTEMPT}"):
+                    self._guarded(failed, self._bring_from_here, name)
+                elif object_names.is_key_ring(name):
+                    self._guarded(failed, self._bring_keys, name)
+            for task in self.plan.tasks:
+                self._check_stop()
+                try:
+                    self._copy(task.id)
+                    copied.append(task.id)
+                except CheckpointNotFound:
+                    gone.append(task.id)
+                    self._guarded(failed, self._withdraw, task.id)
+                except (RepositoryError, CorruptionError, StoreError) as error:
+                    failed.append(error)
+                    if isinstance(error, StoreFull):
+                        break
+            for name in self.plan.small:
+                if not name.startswith((object_names.RUNS, object_names.KEYS)):
+                    self._guarded(failed, self._bring_name, name)
+            for id in self.plan.parts:
+                if not self._is_known_here(id):
+                    self._guarded(failed, self._withdraw, id)
+            for id in self._prunable() if prune else ():
+                self._check_stop()
+                free_in(self.target, id)
+                pruned.append(id)
+        except _Stopped:
+            stopped = True
+        seconds = time.perf_counter() - began
+        return CopyReport(
+            tuple(copied),
+            self.plan.whole,
+            tuple(gone),
+            tuple(pruned),
+            self._bytes,
+            seconds,
+            tuple(failed),
+            unlisted,
+            stopped,
+        )
+
+    def _guarded(self, failed: list[TenutoError], work: Callable[[One], None], one: One) -> None:
+        try:
+            work(one)
+        except (CopyDiverged, CorruptionError, StoreError) as error:
+            failed.append(error)
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+
+    # -- one checkpoint ------------------------------------------------------------------------------------------------
+
+    def _copy(self, id: CheckpointId) -> None:
+        """Raises CheckpointNotFound if it was removed here meanwhile."""
+        claim = object_names.attempt_name(id.run, id.attempt)
+        if claim not in self._claims:
+            self._bring_from_here(claim)
+            self._claims.add(claim)
+        data = self.repo.manifest_bytes(id)
+        found = decode_manifest(data, id, self.repo.id)
+        assert isinstance(found, Manifest), "manifest_bytes has looked"
+        refuse_resting(self.repo, found)
+        self._bring_from_here(object_names.begin_name(id))
+        try:
+            for entry in found.tables:
+                self._bring(f"{id.directory}/{entry.name}", self.repo.index_bytes(id, entry))
+            packs = [(rank, file) for rank in range(len(found.indexes)) for file in self._lacking(found, rank)]
+            parallel_for(lambda one: self._copy_pack(found, *one), packs, _THREADS)
+        except CorruptionError:
+            if not self.repo.exists(id):
+                raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id)) from None
+            raise
+        crashpoint("copied elsewhere, manifest not yet")
+        if not self.repo.exists(id):
+            raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id))
+        self._bring(id.manifest, data)
+        self._check_parts(found)
+        for note in self.repo.store.walk(object_names.notes_directory(id)):
+            if note.name not in self._there:
+                self._bring_from_here(note.name)
+
+    def _lacking(self, manifest: Manifest, rank: int) -> list[str]:
+        return [
+            pack.name
+            for pack in self.repo.packs(manifest, rank)
+            if self._there.get(f"{manifest.id.directory}/{pack.name}") != pack.length
+        ]
+
+    def _copy_pack(self, manifest: Manifest, rank: int, file: str) -> None:
+        put = copy_pack(
+            self.repo,
+            manifest,
+            rank,
+            file,
+            target=self.target,
+            replaces=f"{manifest.id.directory}/{file}" in self._there,  # it is damaged there
+            watched=lambda content: _Watched(content, self._advance),
+            token=self._token,
+        )
+        with self._lock:
+            self._bytes += put
+
+    def _advance(self, nbytes: int) -> None:
+        self._check_stop()
+        with self._lock:
+            self._moved += nbytes
+            done = self._moved
+        if self._emitter.listened:
+            self._emitter.emit(Progress("replicate", self.plan.to, done, max(done, self.plan.bytes)))
+
+    def _check_parts(self, manifest: Manifest) -> None:
+        """Takes the manifest back where a part is gone by now: another process has found this checkpoint removed."""
+        id = manifest.id
+        now = {entry.name for entry in self.target.walk(id.directory)}
+        parts = [entry.name for entry in manifest.tables]
+        parts += [pack.name for rank in range(len(manifest.indexes)) for pack in self.repo.packs(manifest, rank)]
+        if any(f"{id.directory}/{file}" not in now for file in parts):
+            self.target.delete([id.manifest])
+            raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id))
+
+    # -- small objects -------------------------------------------------------------------------------------------------
+
+    def _bring_from_here(self, name: str) -> None:
+        """Copies a sealed object, if it is here. Raises CorruptionError if it is damaged here."""
+        try:
+            data = self.repo.store.get(name, limit=MAX_MANIFEST)
+        except ObjectNotFound:
+            return
+        canonical_json.open_seal(data, name=name)
+        self._bring(name, data)
+
+    def _bring(self, name: str, data: bytes) -> None:
+        """Puts an object, in place of a damaged one. Raises CopyDiverged if another one is there and whole."""
+        if name not in self._there:
+            try:
+                self.target.put_if_absent(name, Bytes(data), token=self._token)
+                self._there[name] = len(data)
+                return
+            except AlreadyExists:
+                pass
+        try:
+            there = self.target.get(name, limit=MAX_MANIFEST)
+        except (ObjectNotFound, CorruptionError):
+            there = b""
+        if there == data:
+            self._there[name] = len(data)
+            return
+        if canonical_json.is_sealed(there, name) and not _is_mark(name, there, self.repo.id):
+            raise diverged(self.plan.to, name, self.repo.url)
+        self.target.delete([name])
+        self.target.put_if_absent(name, Bytes(data), token=self._token)
+        self._there[name] = len(data)
+
+    def _bring_name(self, name: str) -> None:
+        """Copies a ref or a proof. A ref follows what it names: the copy never points at what it does not have."""
+        if name.startswith("refs/"):
+            try:
+                data = self.repo.store.get(name, limit=objects.SMALL)
+            except ObjectNotFound:
+                return
+            to = objects.decode("ref", name, data, self.repo.id).checkpoint("to")
+            if to is not None and to.manifest not in self._there:
+                return
+        self._bring_from_here(name)
+
+    def _bring_keys(self, name: str) -> None:
+        """Copies a key ring, then removes the older ones there: slots that were removed here open them."""
+        self._bring_from_here(name)
+        if name in self._there:
+            there, newest = (
+                numbers(Repo.open(self.target), object_names.KEYS),
+                object_names.parse_numbered(name.rpartition("/")[2]) or 0,
+            )
+            self.target.delete([object_names.numbered(object_names.KEYS, one) for one in there if one < newest])
+
+    # -- what is no more here ------------------------------------------------------------------------------------------
+
+    def _is_known_here(self, id: CheckpointId) -> bool:
+        """Asks by name: the listing may be older than what another process has copied since."""
+        home = home_of(self.repo.store)
+        return exists(home, object_names.begin_name(id)) or exists(home, id.manifest)
+
+    def _withdraw(self, id: CheckpointId) -> None:
+        """Takes back the parts of a checkpoint that was removed here before all of it was copied."""
+        mark = encode_aborted(Aborted(id, "", "its original was removed while it was copied"), self.repo.id)
+        try:
+            self.target.put_if_absent(id.manifest, Bytes(mark), token=self._token)
+        except AlreadyExists:
+            there = self.target.get(id.manifest, limit=MAX_MANIFEST)
+            if not _is_mark(id.manifest, there, self.repo.id):
+                return  # another process had all of it in time
+        free_in(self.target, id, manifest_last=True)
+
+    def _prunable(self) -> list[CheckpointId]:
+        """Returns what this repository has removed and nothing in the copy needs: no name, and never the newest whole
+        checkpoint of a run. A checkpoint that this repository ought to know, and does not, stays."""
+        copy = Repo.open(self.target)
+        named = {ref.id for ref in list_refs(copy, _NAMED_BY)}
+        home = home_of(self.repo.store)
+        pair = ReplicatedStore(home, [home, self.target], 1)
+        found = []
+        for run, some in groupby(sorted(self.plan.removed, reverse=True), lambda id: id.run):
+            kept = next((id for id in _newest(copy, run) if not inspect(copy, id).harmed), None)
+            found += [
+                id
+                for id in some
+                if kept is not None
+                and id != kept
+                and id not in named
+                and not self._is_known_here(id)
+                and not is_ahead(pair, self.target, id, self.repo.id)
+            ]
+        return found
+
+
+def _newest(repo: Repo, run: str) -> Iterator[CheckpointId]:
+    for attempt in reversed(repo.attempts(run)):
+        yield from (CheckpointId(run, attempt, step) for step in repo.committed(run, attempt))
+
+
+def _is_mark(name: str, data: bytes, repository: str) -> bool:
+    id = object_names.save_of(name)
+    if id is None or name != id.manifest or len(data) > MAX_ABORTED:
+        return False
+    try:
+        return isinstance(decode_manifest(data, id, repository), Aborted)
+    except CorruptionError:
+        return False
+
+
+def diverged(copy: str, name: str, source: str) -> CopyDiverged:
+    """Returns the error for a name under which a copy has something else, undamaged."""
+    return CopyDiverged(
+        f"{copy} has another {name} than {source}: one of the two was set back or changed",
+        subject=name,
+        hint="to keep both, copy into an empty place; else move that directory of the copy away",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Leftovers of puts that did not finish.
+
+_TOKEN: Final = re.compile(r"copy-([0-9]+)-([0-9]+)-([0-9a-f]{12})-[0-9a-f]+")
+
+
+def _token() -> str:
+    """Returns a token for this process's puts that tells others on this machine whether it still runs."""
+    own = this_process()
+    started = own.started if own.started.isdigit() else "0"
+    return f"copy-{own.pid}-{started}-{_machine()}-{secrets.token_hex(8)}"
+
+
+def _machine() -> str:
+    own = this_process()
+    return hashlib.sha256(f"{own.boot} {own.pid_namespace} {own.host}".encode()).hexdigest()[:12]
+
+
+def _dead(listed: Sequence[Entry]) -> Iterator[str]:
+    """Yields the leftovers whose writer is dead: a process of this machine that has ended, or one that has written
+    nothing for a day, by the store's own times."""
+    times = [entry.modified_ns for entry in listed if entry.modified_ns is not None]
+    machine = _machine()
+    for entry in listed:
+        if not is_leftover(entry.name):
+            continue
+        found = _TOKEN.search(entry.name)
+        if found is not None and found[3] == machine:
+            if judge(replace(this_process(), pid=int(found[1]), started=found[2])) == "dead":
+                yield entry.name
+        elif entry.modified_ns is not None and entry.modified_ns < max(times) - _DAY_NS:
+            yield entry.name

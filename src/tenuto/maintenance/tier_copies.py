@@ -1,0 +1,453 @@
+"""What lies in each tier of a repository: fills one from the others, finds out what one knows and the primary does not,
+writes a damaged copy anew, and says what may go where one is full.
+
+A tier that is filled in the background (a follower) is a complete repository for readers. Whatever is put there comes
+in the order of a save: claim and begin, tables, data files, and the manifest last.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
+from itertools import takewhile
+from typing import Final
+
+from tenuto.crashpoints import crashpoint
+from tenuto.engine.read.copy_packs import copy_pack, copy_packs
+from tenuto.errors import (
+    AlreadyExists,
+    CheckpointNotFound,
+    CorruptionError,
+    ObjectNotFound,
+    RepositoryError,
+    RunInUse,
+    RunNotFound,
+    StoreError,
+    in_words,
+)
+from tenuto.maintenance.replica_tidy import free_in
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import AttemptRecord, Manifest
+from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion
+from tenuto.repo.bases import refuse_resting
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.manifest import MAX_MANIFEST
+from tenuto.repo.lineage import latest, resolve, walk
+from tenuto.repo.ownership.lease import read_last
+from tenuto.repo.replicated.members import join_follower, member_in
+from tenuto.repo.replicated.places import home_of, places_of, tiers_of
+from tenuto.repo.repository import Repo
+from tenuto.store.contract import Bytes, Store
+from tenuto.units import size
+
+BROUGHT: Final = 3
+"""How many checkpoints a primary takes over from another tier: one to resume from, and others in case of damage."""
+
+Held = Mapping[CheckpointId, Mapping[str, int]]
+"""What a place has of each save of a run: the files below the save's directory, with their lengths."""
+
+
+def in_place(repo: Repo, place: Store) -> Repo:
+    """Returns the repository as one of its places has it, by itself."""
+    return Repo(place, repo.id, repo.chunk_bytes)
+
+
+def held(place: Store, run: str) -> dict[CheckpointId, dict[str, int]]:
+    """Returns what a place has of the saves of `run`. One listing."""
+    found: dict[CheckpointId, dict[str, int]] = {}
+    for entry in place.walk(object_names.run_directory(run)):
+        id = object_names.save_of(entry.name)
+        if id is not None:
+            found.setdefault(id, {})[entry.name[len(id.directory) + 1 :]] = entry.length
+    return found
+
+
+def has_packs(id: CheckpointId, files: Iterable[str], *, own: bool = False) -> bool:
+    """Returns whether any of the files is a data file. `own`: one that no other place has in any case."""
+    names = (f"{id.directory}/{file}" for file in files)
+    return any(object_names.is_pack(name) and not (own and object_names.is_home_pack(name)) for name in names)
+
+
+def packs_of(repo: Repo, manifest: Manifest) -> dict[str, int]:
+    """Returns the names of the data files of a checkpoint, with their lengths."""
+    ranks = range(len(manifest.indexes))
+    return {pack.object_name(manifest.id): pack.length for rank in ranks for pack in repo.packs(manifest, rank)}
+
+
+# -- filling -----------------------------------------------------------------------------------------------------------
+
+
+def fill(repo: Repo, place: Store, id: CheckpointId) -> bool:
+    """Brings a follower whatever it lacks of a checkpoint, from the fastest places that have it, each byte verified.
+    Returns whether the manifest was put by this call.
+
+    Raises RepositoryError where it rests on packs of others, CheckpointNotFound where it is removed meanwhile,
+    CorruptionError where no place has something undamaged, and StoreError.
+    """
+    manifest = repo.manifest(id)
+    refuse_resting(repo, manifest)
+    places = places_of(repo.store)
+    assert places is not None, "a follower is one of several stores"
+    there = place.children(id.directory).objects
+    places.replica(place).prepare(id.manifest)
+    for entry in manifest.tables:
+        if entry.name not in there:
+            _put(place, f"{id.directory}/{entry.name}", repo.index_bytes(id, entry))
+    crashpoint("tier has the tables of a checkpoint, not its data files")
+    wanted = [name for name in packs_of(repo, manifest) if name.rpartition("/")[2] not in there]
+    copy_packs(repo, manifest, dict.fromkeys(wanted), place, _unheard)
+    crashpoint("tier has the data files of a checkpoint, not its manifest")
+    made = object_names.MANIFEST not in there and _put(place, id.manifest, repo.manifest_bytes(id))
+    crashpoint("tier has a checkpoint")
+    copy_notes(repo, place, id)
+    return made
+
+
+def fill_now(repo: Repo, id: CheckpointId, report: Callable[[str], None]) -> None:
+    """Brings every tier a checkpoint that has just been saved by itself; reports what a tier lacks then."""
+    tiers = tiers_of(repo.store)
+    if tiers is None:
+        return
+    try:
+        if tiers.fills_home:
+            promote(repo, id)
+        for follower in tiers.declared_followers:
+            join_follower(repo.store, follower, repo.id)
+            fill(repo, follower, id)
+            copy_refs(repo, follower)
+    except (StoreError, CorruptionError, RepositoryError) as error:
+        report(f"step {id.step} is saved, and not every tier has it: {in_words(error)}")
+
+
+def copy_notes(repo: Repo, place: Store, id: CheckpointId) -> None:
+    """Brings a follower the notes on a checkpoint that it lacks."""
+    directory = object_names.notes_directory(id)
+    ours, theirs = (one.children(directory).objects for one in (home_of(repo.store), place))
+    for file in set(ours).difference(theirs):
+        _put(place, f"{directory}/{file}", repo.store.get(f"{directory}/{file}", limit=objects.SMALL))
+
+
+def copy_late_notes(repo: Repo, place: Store, run: str) -> None:
+    """Brings a follower the notes that it lacks on any checkpoint that it has. Two listings."""
+    ours, theirs = held(home_of(repo.store), run), held(place, run)
+    for id, files in theirs.items():
+        if object_names.MANIFEST in files:
+            for file in sorted(file for file in ours.get(id, ()) if object_names.is_note(file) and file not in files):
+                name = f"{id.directory}/{file}"
+                with suppress(ObjectNotFound):  # its checkpoint has been removed meanwhile
+                    _put(place, name, repo.store.get(name, limit=objects.SMALL))
+
+
+def copy_refs(repo: Repo, place: Store) -> None:
+    """Makes the tags, pins and keys of a follower those of the primary. One that the primary has never had stays: no
+    version of a ref is ever removed there, so the primary has lost it."""
+    home = home_of(repo.store)
+    ours, theirs = (_refs_and_keys(one) for one in (home, place))
+    for name in sorted(ours - theirs):
+        _put(place, name, home.get(name, limit=objects.SMALL))
+    known = {name.rpartition("/")[0] for name in ours}
+    later = sorted(name for name in theirs - ours if name.rpartition("/")[0] in known)
+    if later:
+        place.delete(later)
+
+
+def _refs_and_keys(store: Store) -> set[str]:
+    return {entry.name for top in ("refs", object_names.KEYS) for entry in store.walk(top)}
+
+
+def promote(repo: Repo, id: CheckpointId) -> None:
+    """Brings the primary the data files of a checkpoint that it lacks. Raises as `fill`."""
+    manifest, home = repo.manifest(id), home_of(repo.store)
+    refuse_resting(repo, manifest)
+    there = home.children(id.directory).objects
+    wanted = [name for name in packs_of(repo, manifest) if name.rpartition("/")[2] not in there]
+    copy_packs(repo, manifest, dict.fromkeys(wanted), home, _unheard)
+
+
+def _unheard(name: str, nbytes: int) -> None:
+    """Nobody asks how far a copy in the background has come."""
+
+
+def _put(place: Store, name: str, data: bytes) -> bool:
+    """Returns whether it was not there."""
+    try:
+        place.put_if_absent(name, Bytes(data), token=secrets.token_hex(16))
+    except AlreadyExists:
+        return False
+    return True
+
+
+def bring_own(repo: Repo, id: CheckpointId, names: Iterable[str]) -> None:
+    """Brings the primary data files that this node has. Raises as `fill`."""
+    copy_packs(repo, repo.manifest(id), dict.fromkeys(names), home_of(repo.store), _unheard)
+
+
+# -- what another tier knows -------------------------------------------------------------------------------------------
+
+
+def announce(repo: Repo, follower: Store, run: str, number: int) -> None:
+    """Copies the claim of an attempt to a follower, so that a job with another primary finds it, and first those before
+    it that the follower has missed: by one of these alone may the two jobs differ. Raises RunInUse if that has claimed
+    the run there, RepositoryError and StoreError."""
+    join_follower(repo.store, follower, repo.id)
+    known = in_place(repo, follower).attempts(run)
+    for missed in repo.attempts(run) if known else ():
+        if known[-1] < missed < number:
+            with suppress(ObjectNotFound):  # a directory that nobody has claimed
+                earlier = object_names.attempt_name(run, missed)
+                _put(follower, earlier, repo.store.get(earlier, limit=objects.SMALL))
+    name = object_names.attempt_name(run, number)
+    data = repo.store.get(name, limit=objects.SMALL)
+    _put(follower, name, data)
+    if follower.get(name, limit=objects.SMALL) != data:
+        raise _another_line(repo, follower, run, number)
+    check_line(repo, follower, run, number)
+
+
+def show_release(repo: Repo, follower: Store, run: str, number: int) -> None:
+    """Copies the last beat of an attempt's lease to a follower, where it says that the run is released."""
+    number_of_beat, beat = read_last(repo, run, number)
+    if beat is not None and beat.released:
+        name = object_names.numbered(object_names.lease_directory(run, number), number_of_beat)
+        _put(follower, name, repo.store.get(name, limit=objects.SMALL))
+
+
+def check_line(repo: Repo, follower: Store, run: str, number: int) -> None:
+    """Raises RunInUse if a job with another primary has claimed the run after attempt `number`."""
+    higher = [one for one in in_place(repo, follower).attempts(run) if one > number]
+    if higher:
+        raise _another_line(repo, follower, run, higher[-1])
+
+
+class Takeover:
+    """Puts into the primary what another tier knows, until it is given up: from then on nothing is put, for the run may
+    be claimed by then, and a claim that came later would supersede it."""
+
+    def __init__(self, home: Store) -> None:
+        self.home = home
+        self._given_up = False
+        self._lock = threading.Lock()
+
+    def put(self, name: str, data: bytes) -> None:
+        with self._lock:
+            if self._given_up:
+                raise StoreError(f"{name} came too late for {self.home.url}", subject=name)
+            _put(self.home, name, data)
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._given_up = True
+
+
+def catch_up(
+    repo: Repo, follower: Store, run: str, takeover: Takeover, report: Callable[[str], None]
+) -> list[CheckpointId]:
+    """Brings the primary what a follower knows of the run and it does not, newer than what it has: claims, and the
+    small objects of the newest checkpoints, whose data files are read there from now on. Returns these, newest first.
+    A damaged one is reported, and others are taken.
+
+    Raises RunInUse where the two have different claims under one number, and StoreError.
+    """
+    member = member_in(follower)
+    if member is None or member.repository != repo.id:
+        return []  # a place that is not filled yet; what is wrong with it is said by whoever fills it
+    there, home = in_place(repo, follower), home_of(repo.store)
+    theirs, ours = there.attempts(run), repo.attempts(run)
+    both = set(theirs).intersection(ours)
+    if both:
+        claims = [_claim(one, run, max(both)) for one in (there, repo)]
+        if None not in claims and claims[0] != claims[1]:
+            raise _another_line(repo, follower, run, max(both))
+    if not theirs or (ours and theirs[-1] < ours[-1]):
+        return []
+    newest = latest(repo, run)
+    newer = takewhile(lambda id: id.run == run and (newest is None or _age(id) > _age(newest)), walk(there, run))
+    ids = _intact(there, home, newer, report)
+    if ids or not ours:
+        _bring_refs(takeover, follower)  # first: what else is brought says that this has been done
+    wanted = {theirs[-1], *(id.attempt for id in ids)}
+    parents = [_claim(there, run, number) for number in sorted(wanted)]
+    wanted |= {one.parent.attempt for one in parents if one is not None and one.parent is not None}
+    for number in sorted(wanted.difference(ours).intersection(theirs)):
+        name = object_names.attempt_name(run, number)
+        takeover.put(name, follower.get(name, limit=objects.SMALL))
+    if theirs[-1] not in ours:
+        for entry in follower.walk(object_names.lease_directory(run, theirs[-1])):
+            takeover.put(entry.name, follower.get(entry.name, limit=objects.SMALL))
+    crashpoint("primary has the claims of another tier, not its checkpoints")
+    for id in reversed(ids):
+        _take_over(there, takeover, id)
+    return ids
+
+
+def _claim(repo: Repo, run: str, number: int) -> AttemptRecord | None:
+    """Returns what an attempt's record says, None where it is damaged or gone."""
+    try:
+        return repo.find_attempt(run, number)
+    except CorruptionError:
+        return None
+
+
+def _intact(there: Repo, home: Store, ids: Iterable[CheckpointId], report: Callable[[str], None]) -> list[CheckpointId]:
+    """Returns the first `BROUGHT` of `ids` whose manifest and tables can be read, but for what lies in the trash."""
+    found: list[CheckpointId] = []
+    for id in ids:
+        if home.children(object_names.trash_directory(id)).objects:
+            continue
+        try:
+            manifest = there.manifest(id)
+            for entry in manifest.tables:
+                there.index_bytes(id, entry)
+        except (CorruptionError, CheckpointNotFound) as error:
+            report(f"step {id.step} in {there.url} is not taken over: {error.message}")
+            continue
+        found.append(id)
+        if len(found) == BROUGHT:
+            break
+    return found
+
+
+def _bring_refs(takeover: Takeover, follower: Store) -> None:
+    """Brings the primary the tags, pins and keys that it has no version of; of each the newest first: it counts."""
+    ours = {name.rpartition("/")[0] for name in _refs_and_keys(takeover.home)}
+    theirs = [name for name in _refs_and_keys(follower) if name.rpartition("/")[0] not in ours]
+    for name in sorted(theirs, key=lambda name: (len(name), name), reverse=True):
+        takeover.put(name, follower.get(name, limit=objects.SMALL))
+
+
+def bring(repo: Repo, follower: Store, run: str, wanted: int | str, takeover: Takeover) -> CheckpointId | None:
+    """Brings the primary the checkpoint that a follower means by `wanted`, but for its data files; None if it has none
+    such."""
+    member = member_in(follower)
+    if member is None or member.repository != repo.id:
+        return None
+    there = in_place(repo, follower)
+    try:
+        id = resolve(there, run, wanted)
+    except (CheckpointNotFound, RunNotFound):
+        return None
+    name = object_names.attempt_name(id.run, id.attempt)
+    takeover.put(name, follower.get(name, limit=objects.SMALL))
+    _take_over(there, takeover, id)
+    return id
+
+
+def _take_over(there: Repo, takeover: Takeover, id: CheckpointId) -> None:
+    """Brings the primary a checkpoint but for its data files, its manifest last."""
+    manifest = there.manifest(id)
+    begin = object_names.begin_name(id)
+    takeover.put(begin, there.store.get(begin, limit=MAX_MANIFEST))
+    for entry in manifest.tables:
+        takeover.put(f"{id.directory}/{entry.name}", there.index_bytes(id, entry))
+    for note in there.store.walk(object_names.notes_directory(id)):
+        takeover.put(note.name, there.store.get(note.name, limit=objects.SMALL))
+    crashpoint("primary has the tables of another tier's checkpoint, not its manifest")
+    takeover.put(id.manifest, there.manifest_bytes(id))
+
+
+def _age(id: CheckpointId) -> tuple[int, int]:
+    return id.attempt, id.step
+
+
+def _another_line(repo: Repo, follower: Store, run: str, number: int) -> RunInUse:
+    return RunInUse(
+        f"{follower.url} has another attempt {number} of run {run!r} than {repo.url}: another line of training lies "
+        "there",
+        subject=run,
+        hint="let one of the two jobs train, or give each a run of its own",
+    )
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def heal(repo: Repo, name: str, place: Store) -> bool:
+    """Writes a damaged copy anew from a whole one: that is verified first, in full. Returns whether there was one.
+    Raises CheckpointNotFound where the checkpoint is gone, and StoreError."""
+    id = object_names.save_of(name)
+    assert id is not None, "it lies in a save"
+    if not _is_ours(repo, place, id):
+        return False
+    manifest, file = repo.manifest(id), name.rpartition("/")[2]
+    table = next((entry for entry in manifest.tables if entry.name == file), None)
+    if table is not None:
+        data = repo.index_bytes(id, table)
+        place.delete([name])
+        _put(place, name, data)
+        return True
+    rank = int(file.removeprefix("rank-").partition(".")[0])
+    try:
+        copy_pack(repo, manifest, rank, file, target=place, replaces=True)
+    except (CorruptionError, ObjectNotFound):
+        return False
+    if not repo.exists(id):
+        place.delete([name])
+    return True
+
+
+def _is_ours(repo: Repo, place: Store, id: CheckpointId) -> bool:
+    """Returns whether what a place has under this name is of this line of training: a tier may have come back with
+    another one's, under the same numbers."""
+    places = places_of(repo.store)
+    assert places is not None, "one place of several"
+    return places.replica(place).is_of_home(id.manifest)
+
+
+# -- what goes ---------------------------------------------------------------------------------------------------------
+
+
+class WithinCapacity(KeepPolicy):
+    """Keeps what `inner` keeps but for `going`: another tier has those whole, and this one is full."""
+
+    def __init__(self, inner: KeepPolicy, going: Container[CheckpointId], capacity: int) -> None:
+        self.inner = inner
+        self.going = going
+        self.capacity = capacity
+
+    def judge(self, history: list[CheckpointFacts]) -> list[Opinion]:  # type: ignore[override]
+        why = f"beyond the capacity of {size(self.capacity)}, and whole in a slower tier"
+        opinions = self.inner.judge(history)
+        return [
+            Opinion(False, why) if facts.id in self.going else opinion
+            for facts, opinion in zip(history, opinions, strict=True)
+        ]
+
+
+def beyond(place: Held, capacity: int, elsewhere: Callable[[CheckpointId], bool]) -> tuple[list[CheckpointId], int]:
+    """Returns the checkpoints that have to go from a place for its capacity, oldest first, of those that lie whole
+    `elsewhere`; and by how many bytes it is over its capacity then."""
+    over = sum(sum(files.values()) for files in place.values()) - capacity
+    going: list[CheckpointId] = []
+    for id in sorted(place, key=_age):
+        if over <= 0:
+            break
+        if elsewhere(id):
+            going.append(id)
+            over -= sum(place[id].values())
+    return going, max(over, 0)
+
+
+def lies_in(place: Store, id: CheckpointId, files: Iterable[str]) -> bool:
+    """Returns whether the manifest of a checkpoint lies in the place, and what there is of data files among `files`;
+    False also if unknown. Asked before another copy goes: a place may have lost what it once had."""
+    try:
+        there = place.children(id.directory).objects
+    except StoreError:
+        return False
+    return object_names.MANIFEST in there and {file for file in files if has_packs(id, [file])} <= set(there)
+
+
+def free_copies(repo: Repo, place: Store, ids: Iterable[CheckpointId], slower: Iterable[Store]) -> list[CheckpointId]:
+    """Frees a node's copies of checkpoints that stay: each whose data files another place has, all of them. Returns
+    what went."""
+    gone = []
+    for id in ids:
+        files = [file for file in place.children(id.directory).objects if has_packs(id, [file])]
+        if _is_ours(repo, place, id) and any(
+            set(files) <= set(one.children(id.directory).objects) and _is_ours(repo, one, id) for one in slower
+        ):
+            free_in(place, id)
+            gone.append(id)
+    return gone

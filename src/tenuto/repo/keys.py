@@ -1,0 +1,178 @@
+"""The keys of a repository: its key ring in the store, and how a process finds what opens it.
+
+`keys/<n>.json`, the highest number counts. A ring is put whole under the next number, so that of two changes at once
+one begins again; the lower numbers are then removed, since what they hold would still open with a slot that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from tenuto.errors import AlreadyExists, KeyMissing, ObjectNotFound, StoreUnavailable, UsageError, typed
+from tenuto.repo.format import key_records, objects
+from tenuto.repo.format.object_names import KEYS, numbered
+from tenuto.repo.refs import numbers
+from tenuto.repo.repository import Repo, now_text
+from tenuto.seal.cipher import KEY
+from tenuto.seal.keys import KeyRing, RepositoryKeys, open_ring
+from tenuto.seal.secret_sources import Passphrase, RawKey, Secret, from_file, from_variable, of_service
+
+KEY_FILE: Final = "TENUTO_KEY_FILE"
+KEY_TEXT: Final = "TENUTO_KEY"
+PASSPHRASE: Final = "TENUTO_PASSPHRASE"
+VARIABLE: Final = "env:"
+_TRIES: Final = 20
+
+KeySource = str | os.PathLike[str] | Callable[[], bytes | str]
+"""A key file, `env:NAME`, or what returns a key of 32 bytes or a passphrase."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRing:
+    """`number`: of the object that holds it; 0 where there is none yet."""
+
+    number: int
+    ring: KeyRing | None
+
+
+def read_ring(repo: Repo) -> StoredRing:
+    """Returns the repository's key ring. Raises CorruptionError if the newest one cannot be read: an older one would
+    open with slots that were removed."""
+    for _ in range(_TRIES):
+        number = max(numbers(repo, KEYS), default=0)
+        if not number:
+            return StoredRing(0, None)
+        name = numbered(KEYS, number)
+        try:
+            data = repo.store.get(name, limit=objects.SMALL)
+        except ObjectNotFound:
+            continue  # a newer one has replaced it
+        return StoredRing(number, key_records.decode_ring(name, data, repo.id))
+    raise StoreUnavailable(f"the key ring of {repo.url} changed {_TRIES} times while it was read", subject=KEYS)
+
+
+def change_ring(repo: Repo, change: Callable[[KeyRing | None], KeyRing]) -> KeyRing:
+    """Puts what `change` makes of the newest ring, and removes every other one; puts nothing if that is the same ring.
+    A crash leaves the ring before, or the new one.
+
+    `change` is called again where another process was faster; it has to bear that its own outcome is in the ring it
+    gets, and may raise.
+    """
+    token = secrets.token_hex(16)
+    for _ in range(_TRIES):
+        before = read_ring(repo)
+        ring = change(before.ring)
+        if ring == before.ring:
+            tidy(repo)
+            return ring
+        number = before.number + 1
+        name = numbered(KEYS, number)
+        body = {**key_records.ring_body(ring, now_text()), "id": token}
+        try:
+            objects.put(repo.store, name, objects.encode("keys", name, body, repo.id), token=token)
+        except AlreadyExists:
+            continue
+        # The number may have been another ring's that was removed meanwhile. It was removed after a higher one was
+        # durable, so that one is seen here.
+        if max(numbers(repo, KEYS), default=0) == number:
+            tidy(repo)
+            return ring
+        repo.store.delete([name])
+    raise StoreUnavailable(f"others have changed the key ring of {repo.url} {_TRIES} times", subject=KEYS)
+
+
+def tidy(repo: Repo) -> None:
+    """Removes the rings that do not count: a crash may have left them, and removed slots open them."""
+    there = numbers(repo, KEYS)
+    repo.store.delete([numbered(KEYS, number) for number in there[:-1]])
+
+
+def find_key(repo: Repo, given: KeySource | None = None) -> RepositoryKeys:
+    """Opens the repository's keys with what was given; else with what the environment has (`TENUTO_KEY_FILE`,
+    `TENUTO_KEY`, `TENUTO_PASSPHRASE`, and the variables and services that slots name).
+
+    Raises KeyMissing where the repository has no keys, or none was given; WrongKey where what was given opens no slot;
+    CorruptionError for a damaged key ring.
+    """
+    ring = ring_of(repo)
+    return open_ring(ring, [secret_from(given)] if given is not None else [*from_environment(), *named_by(ring)])
+
+
+def unlock(repo: Repo, given: KeySource | None = None, *, writing: bool = False) -> None:
+    """Opens the keys of a sealed repository for this process; does nothing where there are none and none are given.
+
+    writing: for a process that saves: what it wrote without the keys would lie there unsealed.
+
+    Raises KeyMissing where keys are given and the repository has none, or where a process that saves has none;
+    WrongKey; CorruptionError for a damaged key ring.
+    """
+    if given is None:
+        ring = read_ring(repo).ring if repo.had(KEYS) else None
+        if ring is None or not (ring.slots or writing):
+            return
+    try:
+        repo.keys = find_key(repo, given)
+    except KeyMissing:
+        if given is not None or writing:
+            raise
+
+
+def refuse_if_sealed(repo: Repo, what: str, *, hint: str) -> None:
+    """Raises UsageError where the repository has keys: `what` would write a checkpoint there that is not sealed."""
+    if repo.had(KEYS) and (ring := read_ring(repo).ring) is not None and ring.slots:
+        raise UsageError(f"{repo.url} is sealed, and {what} would not be", subject=repo.url, hint=hint)
+
+
+def ring_of(repo: Repo) -> KeyRing:
+    """Returns the key ring. Raises KeyMissing where the repository has none."""
+    ring = read_ring(repo).ring
+    if ring is None:
+        raise KeyMissing(
+            f"the repository at {repo.url} has no keys: nothing in it is sealed",
+            subject=repo.url,
+            hint=typed("tenuto", "key", "add", repo.url, "--key-file", "tenuto.key"),
+        )
+    if not ring.slots:
+        raise KeyMissing(
+            f"the keys of the repository at {repo.url} were destroyed: what was sealed there cannot be read any more",
+            subject=repo.url,
+            hint=f"for what is saved from now on: {typed('tenuto', 'key', 'add', repo.url)} --key-file FILE",
+        )
+    return ring
+
+
+def secret_from(given: KeySource) -> Secret:
+    """Reads what a caller has given."""
+    if callable(given):
+        found = given()
+        if isinstance(found, bytes) and len(found) == KEY:
+            return RawKey(found, "the key that key= returned")
+        if isinstance(found, str) and found:
+            return Passphrase(found, "the passphrase that key= returned")
+        raise UsageError(
+            f"key= returned neither {KEY} bytes nor a passphrase", subject="key", hint="key=lambda: getpass.getpass()"
+        )
+    if isinstance(given, str) and given.startswith(VARIABLE):
+        return from_variable(given.removeprefix(VARIABLE))
+    return from_file(given)
+
+
+def from_environment() -> Iterator[Secret]:
+    """Yields what the environment has for any repository."""
+    if os.environ.get(KEY_FILE):
+        yield from_file(os.environ[KEY_FILE])
+    if os.environ.get(KEY_TEXT):
+        yield from_variable(KEY_TEXT)
+    if os.environ.get(PASSPHRASE):
+        yield Passphrase(os.environ[PASSPHRASE], f"the passphrase in {PASSPHRASE}")
+
+
+def named_by(ring: KeyRing) -> Iterator[Secret]:
+    """Yields what slots name: variables that are set, then services, which are asked last."""
+    names = sorted({slot.lock.name for slot in ring.slots if slot.lock.kind == "environment"})
+    yield from (from_variable(name) for name in names if os.environ.get(name))
+    yield from (secret for slot in ring.slots if (secret := of_service(slot.lock)) is not None)

@@ -1,0 +1,71 @@
+"""What `tenuto export --to hf` writes of a Trainer's checkpoint is what from_pretrained reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).with_name("scripts")))
+
+import torch
+import transformers
+from hf_trainer import Texts, model_of, padded
+
+import tenuto
+import tenuto.transformers
+
+IDS = torch.arange(3, 11).view(1, -1)
+
+
+def trained(tmp_path: Path, kind: str) -> transformers.Trainer:
+    """Trains two steps of a kind, with a tokenizer."""
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {f"w{number}": number for number in range(50)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="w0")), unk_token="w0", pad_token="w0"
+    )
+    made = {"max_steps": 2, "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(tmp_path / "out"), **made, learning_rate=0.1)
+    trainer = transformers.Trainer(
+        model_of(kind), arguments, padded, train_dataset=Texts(16, 1), processing_class=tokenizer
+    )
+    tenuto.transformers.attach(trainer, tmp_path / "ck")
+    trainer.train()
+    return trainer
+
+
+def export(tmp_path: Path, *more: str) -> Path:
+    out = tmp_path / "exported"
+    command = [sys.executable, "-m", "tenuto", "export", str(tmp_path / "ck"), str(out), "--to", "hf", *more]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return out
+
+
+def test_a_model_with_tied_weights_and_its_tokenizer(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, "lm")
+    out = export(tmp_path)
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= {
+        path.name for path in out.iterdir()
+    }
+    read = transformers.AutoModelForCausalLM.from_pretrained(out)
+    trainer.model.eval()
+    assert type(read) is type(trainer.model)
+    assert torch.equal(read.eval()(IDS).logits, trainer.model(IDS).logits)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer("w7")["input_ids"] == [7]
+
+
+def test_an_adapter(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    trainer = trained(tmp_path, "lora")
+    out = export(tmp_path)
+    read = PeftModel.from_pretrained(model_of("lm"), out).eval()
+    trainer.model.eval()
+    assert not torch.equal(read(IDS).logits, model_of("lm").eval()(IDS).logits), "the adapter was trained"
+    assert torch.equal(read(IDS).logits, trainer.model(IDS).logits)
