@@ -6,6 +6,7 @@ import signal
 import pytest
 from hypothesis import settings
 
+from support import left_images
 from tenuto.state import frameworks
 from tenuto.training import snapshot
 
@@ -18,6 +19,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not _is_worker(session.config):
+        left_images.remove_below(session.config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not _is_worker(session.config):
+        left_images.remove_below(session.config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish() -> None:
