@@ -1,7 +1,7 @@
 """Images that tests have left in this machine's memory, taken away again.
 
-An image outlives its process on purpose, and names the directory of its repository. pytest gives the same directories to
-the next run of the tests, which would find there what an earlier one left.
+An image outlives its process on purpose, and names the directory of its repository. pytest gives the same ones to the
+next run of the tests, which would find there what an earlier one left.
 """
 
 from pathlib import Path
