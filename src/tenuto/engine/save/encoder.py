@@ -449,6 +449,9 @@ class EncodedPacks:
         if not len(chunks):
             return []
         began = time.perf_counter()
+        # What is chosen for a leaf depends on its first chunk, and not on which thread comes first.
+        _, firsts = np.unique(self._leaf[self._plan.chunks.row[chunks]], return_index=True)
+        list(self._encoder.pool.map(self._choose, chunks[firsts].tolist()))
         found = list(self._encoder.pool.map(lambda chunk: self._encoded(chunk, self._raw(chunk)), chunks.tolist()))
         nbytes = int(self._sizes[self._plan.chunks.row[chunks]].sum())
         self._encoding += nbytes, sum(len(body.data) for body in found), time.perf_counter() - began
@@ -479,6 +482,11 @@ class EncodedPacks:
         if name == RAW:
             return Body(name, data, -1, self._job.digester.parts(chunk, chunk + 1)[0])
         return Body(name, data, int(self._before[row]) if codec(name).needs_base else -1)
+
+    def _choose(self, chunk: int) -> None:
+        """Chooses the codecs of the chunk's leaf, if they are not chosen."""
+        row = int(self._plan.chunks.row[chunk])
+        self._tried(int(self._leaf[row]), self._raw(chunk), self._base_of(row, chunk))
 
     def _base_of(self, row: int, chunk: int) -> memoryview | None:
         """Returns what a chunk was in the baseline, if it may be stored as the difference to that."""
