@@ -1,0 +1,139 @@
+"""How much work lies between saves, against closed forms, an independent search for the optimum, and simulation."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.errors import UsageError
+from tenuto.policy import interval
+from tenuto.policy.interval import Level, SaveCosts
+
+MINUTE = 60.0
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("mtbf_s", "daly", "exact"),
+    [(24 * HOUR, 116.69, 116.69), (6 * HOUR, 56.71, 56.71), (15 * MINUTE, 9.14, 9.17)],
+)
+def test_the_examples_of_dalys_paper(mtbf_s: float, daly: float, exact: float) -> None:
+    assert interval.daly(5 * MINUTE, mtbf_s) / MINUTE == pytest.approx(daly, abs=0.01)
+    assert interval.optimum(5 * MINUTE, mtbf_s) / MINUTE == pytest.approx(exact, abs=0.01)
+
+
+def searched(costs: SaveCosts, mtbf_s: float, restart_s: float) -> float:
+    """The least waste, by a search that knows no formula."""
+    low, high = 1e-6 * mtbf_s, 40 * mtbf_s
+    golden = (math.sqrt(5) - 1) / 2
+    for _ in range(300):  # in logarithms: the optimum lies anywhere within many powers of ten
+        a = math.exp(math.log(high) - golden * (math.log(high) - math.log(low)))
+        b = math.exp(math.log(low) + golden * (math.log(high) - math.log(low)))
+        if interval.waste(a, costs, mtbf_s, restart_s) <= interval.waste(b, costs, mtbf_s, restart_s):
+            high = b
+        else:
+            low = a
+    return interval.waste(math.sqrt(low * high), costs, mtbf_s, restart_s)
+
+
+def test_the_optimum_wastes_within_a_hundredth_of_the_least_in_two_thousand_settings() -> None:
+    source = random.Random(5)
+    for _ in range(2000):
+        mtbf_s = 10 ** source.uniform(1.5, 6.5)
+        stall_s = mtbf_s * 10 ** source.uniform(-8, 0.3)
+        persist_s = mtbf_s * 10 ** source.uniform(-8, -0.5)
+        costs = SaveCosts(stall_s, persist_s, source.uniform(0, 0.5))
+        restart_s = mtbf_s * 10 ** source.uniform(-5, -0.5)
+        least = searched(costs, mtbf_s, restart_s)
+        found = interval.waste(interval.optimum(costs.cost_s, mtbf_s), costs, mtbf_s, restart_s)
+        assert found <= least * 1.0001 + 1e-12, (costs, mtbf_s, restart_s)
+
+
+def test_the_waste_is_that_of_simulated_failures() -> None:
+    source = random.Random(3)
+    costs, mtbf_s, restart_s, work_s = SaveCosts(20.0, 30.0, 0.2), 2000.0, 100.0, 300.0
+    elapsed = done = 0.0
+    while done < 3e6:
+        begun, fails = elapsed, elapsed + source.expovariate(1 / mtbf_s)
+        if begun + work_s + costs.cost_s <= fails:
+            elapsed, done = begun + work_s + costs.cost_s, done + work_s
+            continue
+        elapsed = fails
+        while True:  # a failure while it comes back starts that over
+            back = elapsed + restart_s + costs.persist_s
+            fails = elapsed + source.expovariate(1 / mtbf_s)
+            if fails >= back:
+                elapsed = back
+                break
+            elapsed = fails
+    assert interval.waste(work_s, costs, mtbf_s, restart_s) == pytest.approx(1 - done / elapsed, rel=0.02)
+
+
+@given(
+    st.floats(1e-4, 100), st.floats(0, 1000), st.floats(0, 0.5), st.floats(60, 1e6), st.floats(0.001, 0.5),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_neither_budget_nor_disk_is_asked_for_more_than_they_have(
+    stall_s: float, persist_s: float, slowdown: float, mtbf_s: float, budget: float, in_flight: int
+) -> None:
+    costs = SaveCosts(stall_s, persist_s, slowdown)
+    work_s = interval.interval(costs, mtbf_s, budget=budget, in_flight=in_flight)
+    assert stall_s / (work_s + stall_s) <= budget * 1.000001
+    assert in_flight * (work_s + stall_s) >= persist_s * 0.999999
+    assert work_s >= interval.optimum(costs.cost_s, mtbf_s)
+
+
+def test_only_recall_stretches_the_interval_and_a_prediction_soon_after_a_save_is_ignored() -> None:
+    cost_s, mtbf_s = 5 * MINUTE, 1440 * MINUTE
+    without, _ = interval.predicted(cost_s, mtbf_s, precision=0.8, recall=0)
+    good, worth = interval.predicted(cost_s, mtbf_s, precision=0.8, recall=0.6, proactive_s=2 * MINUTE)
+    better, _ = interval.predicted(cost_s, mtbf_s, precision=0.8, recall=0.9, proactive_s=2 * MINUTE)
+    assert without == interval.optimum(cost_s, mtbf_s) < good < better
+    assert worth == pytest.approx(2.5 * MINUTE)
+    _, unsure = interval.predicted(cost_s, mtbf_s, precision=0.1, recall=0.6, proactive_s=2 * MINUTE)
+    assert unsure == pytest.approx(20 * MINUTE)
+
+
+def test_a_weibull_shape_of_one_is_the_exponential_and_below_one_saves_follow_failures_closely() -> None:
+    cost_s, mtbf_s = 2.0, 3600.0
+    first_order = interval.young(cost_s, mtbf_s)
+
+    def due(unsaved_s: float, shape: float, since_s: float) -> bool:
+        return interval.weibull_due(unsaved_s, cost_s, scale_s=mtbf_s, shape=shape, since_failure_s=since_s)
+
+    assert due(first_order * 1.001, 1, 7200) and not due(first_order * 0.999, 1, 7200)
+    assert due(first_order * 0.8, 0.6, 130) and not due(first_order * 1.2, 0.6, 100_000)
+
+
+def test_each_level_answers_for_its_own_failures() -> None:
+    memory, store = interval.levels([Level(0.02, 3 * HOUR), Level(2.0, 300 * HOUR)])
+    assert memory == interval.optimum(0.02, 3 * HOUR)
+    assert memory < store == interval.optimum(2.0, 300 * HOUR)
+
+
+def test_what_a_run_shows_replaces_what_was_believed() -> None:
+    assert interval.time_between_failures(0, 0) == 86_400
+    assert interval.time_between_failures(0, 10 * 86_400) == 11 * 86_400
+    assert interval.time_between_failures(999, 999 * 3600) == pytest.approx(3600, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: interval.optimum(-1, 60),
+        lambda: interval.optimum(1, 0),
+        lambda: interval.optimum(math.nan, 60),
+        lambda: interval.waste(0, SaveCosts(1), 60),
+        lambda: interval.interval(SaveCosts(1), 60, budget=0),
+        lambda: interval.predicted(1, 60, precision=0, recall=0.5),
+        lambda: interval.weibull_due(1, 1, scale_s=60, shape=0, since_failure_s=1),
+        lambda: interval.time_between_failures(-1, 60),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError):
+        call()
