@@ -192,6 +192,8 @@ class AttemptRecord:
     created: str = ""
     before: tuple[int, int] | None = None
     """The previous attempt and the highest step begun in it; None if there was none."""
+    ended: tuple[int, bool] | None = None
+    """How many beats the lease of the previous attempt had come to, and whether it ended without releasing the run."""
 
 
 @dataclass(frozen=True, slots=True)

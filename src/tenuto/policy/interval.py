@@ -1,8 +1,8 @@
 """How much work to put between two saves: the optimum for what saves cost and how often training fails.
 
 Every function is exact arithmetic on its arguments, in seconds. Failures come without memory (exponentially) unless it
-is said otherwise. A save blocks training for a *stall*, and while it is written beside training it slows that down; both
-together are its *cost*. Until it is durable a failure loses what it holds, too.
+is said otherwise. A save blocks training for a *stall*, and while it is written beside training it slows that down;
+both together are its *cost*. Until it is durable a failure loses what it holds, too.
 
 Sources: Young 1974; Daly 2006 (the higher order and the exact optimum of the exponential model); Bosilca et al. 2013
 (overlapped saves); Aupy, Robert, Vivien and Zaidouni 2013 (predictions); Benoit et al. 2017 (several levels).

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, final
 
 from tenuto.errors import UsageError
+from tenuto.policy.interval import SaveCosts, interval, time_between_failures
 from tenuto.policy.numbers import Margin, duration, whole_number
+from tenuto.units import count, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,14 @@ class SaveHistory:
     """
     waits: bool = False
     """Whether another save would have to wait now, because as many as allowed are in flight."""
+    in_flight: int = 1
+    """How many saves may be in flight."""
+    slowdown: float = 0.0
+    """By which share steps take longer while a save is being written; 0 until that is known."""
+    failures: int = 0
+    """How often the run's earlier processes ended without releasing it, as far as its records go back."""
+    trained_s: float = 0.0
+    """How long those processes trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,21 +275,62 @@ class EveryStall(SavePolicy):
         return f"every(stall={self._text!r})"
 
 
-def stall_share(value: object) -> float:
+def stall_share(value: object, name: str = "stall") -> float:
     """Returns `value` ("1%", or a fraction such as 0.01) as a share of wall time. Raises UsageError if it is none."""
-    hint = "give a share of wall time above 0 and at most half, such as every(stall='1%')"
+    hint = f"give a share of wall time above 0 and at most half, such as every({name}='1%')"
     number, percent = value, False
     if isinstance(value, str) and value.strip().endswith("%"):
         number, percent = value.strip()[:-1], True
     if isinstance(value, bool | bytes) or (isinstance(value, str) and not percent):
-        raise UsageError(f"every(stall={value!r}) is not a share", hint=hint)
+        raise UsageError(f"every({name}={value!r}) is not a share", hint=hint)
     try:
         share = float(number) / (100 if percent else 1)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"every(stall={value!r}) is not a share", hint=hint) from None
+        raise UsageError(f"every({name}={value!r}) is not a share", hint=hint) from None
     if not 0 < share <= MAX_SHARE:
-        raise UsageError(f"every(stall={value!r}) is not a share that a training can keep", hint=hint)
+        raise UsageError(f"every({name}={value!r}) is not a share that a training can keep", hint=hint)
     return share
+
+
+@dataclass(frozen=True, slots=True)
+class EveryOptimum(SavePolicy):
+    """Saves as often as loses least training time, by what saves cost and how often the run fails: more of the work is
+    lost in a failure with fewer saves, and more of it goes into saves with more. Both are measured, and the interval
+    follows them.
+
+    share: of wall time that saves may block training for, 0 to 0.5. mtbf_s: seconds between failures; learnt if None.
+    """
+
+    share: float
+    mtbf_s: float | None = None
+
+    @property
+    def learns_failures(self) -> bool:
+        return self.mtbf_s is None
+
+    def wants(self, now: Moment, history: SaveHistory) -> str | None:
+        if history.waits:
+            return None
+        if not history.stalls_s:
+            return "the first save shows what a save costs (every auto)"
+        stall_s = max(history.stalls_s)  # as in EveryStall: the budget holds for the next save too
+        costs = SaveCosts(stall_s, history.persist_s, history.slowdown)
+        in_all = now.now_s - history.started_s
+        mtbf_s = self.mtbf_s or time_between_failures(history.failures, history.trained_s + in_all)
+        best_s = interval(costs, mtbf_s, budget=self.share, in_flight=history.in_flight)
+        since = now.now_s - (history.started_s if history.last_saved_s is None else history.last_saved_s)
+        if since < best_s + stall_s or history.stalled_s + stall_s > self.share * in_all:
+            return None
+        known = "as given" if self.mtbf_s else f"{count(history.failures, 'failure')} so far"
+        return (
+            f"{seconds(since)} since the last save; best is {seconds(best_s)}: a save blocks {seconds(stall_s)} and "
+            f"takes {seconds(history.persist_s)}, a failure every {seconds(mtbf_s)} ({known}), at most "
+            f"{self.share:.3g} of the time blocked (every auto)"
+        )
+
+    def __repr__(self) -> str:
+        given = f", mtbf_hours={self.mtbf_s / 3600:g}" if self.mtbf_s else ""
+        return f"every(auto='{self.share * 100:g}%'{given})"
 
 
 # Other triggers: a number of steps, epochs or minutes, the end of training, a signal.
@@ -372,10 +423,15 @@ def every(
     hours: float | None = None,
     epochs: int | None = None,
     stall: str | float | None = None,
+    auto: str | float | bool | None = None,
+    mtbf_hours: float | None = None,
 ) -> SavePolicy:
     """Saves every so many completed steps, minutes, hours or completed epochs; of several, whichever comes first.
 
     stall: saves as often as possible while saves block training for at most this share of wall time ("1%", or 0.01).
+    auto: saves as often as loses least, by the measured cost of saves and the failures of this run, and blocks training
+        for at most this share of wall time (True: 1 %).
+    mtbf_hours: with `auto`, how many hours lie between failures, where you know.
 
     Raises UsageError if nothing is given, a value is not above zero, or steps or epochs are not whole numbers.
     """
@@ -390,6 +446,11 @@ def every(
         parts.append(EveryEpochs(whole_number(epochs, "every(epochs={})")))
     if stall is not None:
         parts.append(EveryStall(stall_share(stall)))
+    if mtbf_hours is not None and not auto:
+        raise UsageError("mtbf_hours= goes with auto=", hint='every(auto="1%", mtbf_hours=3)')
+    if auto:
+        mtbf_s = None if mtbf_hours is None else duration(mtbf_hours, "every(mtbf_hours={})") * 3600
+        parts.append(EveryOptimum(stall_share("1%" if auto is True else auto, "auto"), mtbf_s))
     if not parts:
         raise UsageError("every() of what?", hint="write every(steps=200), every(minutes=10) or every(epochs=1)")
     return parts[0] if len(parts) == 1 else AnyOf(tuple(parts))

@@ -243,8 +243,14 @@ class FsspecStore(TreeStore):
         for directory in sorted(emptied, key=len, reverse=True):
             while "/" in directory and not self._nodes(directory):
                 with suppress(StoreError):  # a race: an empty directory that stays does no harm
-                    self._do("removing", directory, self._filesystem.rmdir, self._path(directory))
+                    self._do("removing", directory, self._remove_directory, self._path(directory))
                 directory = directory.rpartition("/")[0]  # noqa: PLW2901 - upwards, while they are empty
+
+    def _remove_directory(self, path: str) -> None:
+        """Removes an empty directory. WebHDFS has no `rmdir` of its own, and removes one as it removes a file; it
+        refuses where the directory is not empty."""
+        webhdfs = "webhdfs" in self._filesystem.protocol
+        (self._filesystem.rm if webhdfs else self._filesystem.rmdir)(path)
 
     # -- errors ------------------------------------------------------------------------------------------------------
 

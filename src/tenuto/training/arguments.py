@@ -15,7 +15,7 @@ from tenuto.policy import keep as keeping
 from tenuto.policy.encoding import Encoding, encoding_of
 from tenuto.policy.keep import Best, KeepPolicy, Union
 from tenuto.policy.numbers import metric_name, min_or_max
-from tenuto.policy.save import EveryStall, OnImprove, SavePolicy, parts_of
+from tenuto.policy.save import EveryOptimum, EveryStall, OnImprove, SavePolicy, parts_of
 from tenuto.repo.best import BestSelector, Mode
 from tenuto.repo.keys import KeySource
 from tenuto.repo.refs import check_tag, is_name
@@ -87,10 +87,14 @@ class Settings:
             )
         _refuse_snapshots(state)
         policy = save if save is not None else every(minutes=10) | on.end() | on.signal()
+        if policy == "auto":
+            policy = every(auto=True) | on.end() | on.signal()
         kept = keep if keep is not None else keeping.latest(3)
         if not isinstance(policy, SavePolicy):
             raise UsageError(
-                f"save={save!r} does not say when to save", subject="save", hint="save=every(steps=200) | on.end()"
+                f"save={save!r} does not say when to save",
+                subject="save",
+                hint='save=every(steps=200) | on.end(), or save="auto"',
             )
         if not isinstance(kept, KeepPolicy):
             raise UsageError(
@@ -237,11 +241,11 @@ def _memory_policy(memory: object) -> SavePolicy | None:
             subject="memory",
             hint="memory=every(steps=1), and save=... | on.improve(...) for the store",
         )
-    if any(isinstance(part, EveryStall) for part in parts_of(memory)):
+    if any(isinstance(part, EveryStall | EveryOptimum) for part in parts_of(memory)):
         raise UsageError(
             f"memory={memory!r} depends on what saves to the store cost, which says nothing about a state in memory",
             subject="memory",
-            hint="memory=every(steps=10) or every(minutes=1), and save=every(stall=...) for the store",
+            hint="memory=every(steps=10) or every(minutes=1), and save=every(auto=True) for the store",
         )
     return memory
 
@@ -297,7 +301,7 @@ class ArgumentAliases:
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return [f"{name}={value!r}" for name, value in values if value is not None]
 
-    def policies(self, save: SavePolicy | None, kept: KeepPolicy | None) -> tuple[SavePolicy | None, KeepPolicy | None]:
+    def policies(self, save: object, kept: KeepPolicy | None) -> tuple[object, KeepPolicy | None]:
         """Returns `save` and `keep` unchanged if none of the names was given, else what the names mean.
 
         Raises PolicyConflict where they contradict each other or `keep`.

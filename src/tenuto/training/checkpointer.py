@@ -131,7 +131,7 @@ class Checkpointer:
         *,
         run: str = "main",
         data: Any = None,
-        save: SavePolicy | None = None,
+        save: SavePolicy | Literal["auto"] | None = None,
         keep: KeepPolicy | None = None,
         resume_from: ResumeFrom = "latest",
         in_flight: int = 1,
@@ -162,11 +162,11 @@ class Checkpointer:
         if run_registry.imported_by_worker():
             return  # a worker imports its parent's script anew: this is not the training
         ranks = find_ranks(ranks)
-        save, keep = ArgumentAliases(save_top_k, monitor, mode, save_last, max_to_keep).policies(save, keep)
+        saving, keep = ArgumentAliases(save_top_k, monitor, mode, save_last, max_to_keep).policies(save, keep)
         settings = Settings.checked(
             state,
             run=run,
-            save=save,
+            save=saving,
             keep=keep,
             resume_from=resume_from,
             in_flight=in_flight,

@@ -34,9 +34,10 @@ from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.policy.encoding import Encoding
 from tenuto.policy.keep import KeepPolicy
-from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
+from tenuto.policy.save import Decision, EveryOptimum, Moment, SaveHistory, parts_of, split_by_agreement
 from tenuto.repo.keys import unlock
 from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.ownership.past_failures import PastFailures, past_failures
 from tenuto.repo.replicated.places import all_places, followers_of, report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
@@ -46,6 +47,7 @@ from tenuto.training.exit_status import ExitStatus
 from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, UnloggedMetrics
 from tenuto.training.retention_worker import RetentionWorker
 from tenuto.training.stats import SaveTotals, Stats
+from tenuto.training.step_pace import StepPace
 from tenuto.training.tier_worker import TierWorker
 
 
@@ -188,6 +190,7 @@ class RunSaver:
         self.tiers = TierWorker(repo, run_key(run), settings.keep, emitter=emitter, report=self.report, group=group)
         self.retention = RetentionWorker(repo, emitter=emitter, warn=self.report, group=group, tiers=self.tiers)
         self._on_error = settings.on_error
+        self._in_flight = settings.in_flight
         self._emitter = emitter
         self.memory: MemoryCadence | None = None
         """States that are sealed in memory, with a cadence of its own."""
@@ -235,6 +238,10 @@ class RunSaver:
         """The step that training in this process began at."""
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
+        self._continued_s = self._started_s
+        """When training last continued after a step's decision or save."""
+        self._pace = StepPace() if any(isinstance(part, EveryOptimum) for part in parts_of(settings.save)) else None
+        self._past = PastFailures()
         self._reported_stuck: Save | None = None
         self._loss: RanksError | None = None
         """The loss because of which the run is given back: for good, even if the ranks could meet again."""
@@ -275,6 +282,10 @@ class RunSaver:
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
         self.totals.begin()
         self.tiers.begin(attempt)
+        if self._coordinates and any(
+            isinstance(part, EveryOptimum) and part.learns_failures for part in parts_of(self.policy)
+        ):
+            self._past = past_failures(self.repo, self.run, until=attempt.number)
         if restored is not None:
             self.last = Save(restored, "", reason="restored")
             self.last.end()
@@ -298,8 +309,21 @@ class RunSaver:
             stalled_s=self.totals.stalled_s,
             persist_s=self.totals.persist_s,
             waits=waits,
+            in_flight=self._in_flight,
+            slowdown=self._slowdown(moment),
+            failures=self._past.failures,
+            trained_s=self._past.trained_s,
         )
-        return self.group.decide(self._divided_policy, moment, history, self._torn)
+        decision = self.group.decide(self._divided_policy, moment, history, self._torn)
+        self._continued_s = time.monotonic()
+        return decision
+
+    def _slowdown(self, moment: Moment) -> float:
+        """Counts the step that has just ended. The save after it, if there is one, is no part of the next."""
+        if self._pace is None:
+            return 0.0
+        self._pace.add(moment.now_s - self._continued_s, beside_a_save=bool(self.saver.in_flight))
+        return self._pace.slowdown
 
     def take(
         self,
@@ -355,7 +379,8 @@ class RunSaver:
             self.memory.not_saved(step)
         self.last = save
         self._saved_metrics.add(save, about.metrics)
-        self.totals.hold(save, time.monotonic() - due_s)
+        self._continued_s = time.monotonic()
+        self.totals.hold(save, self._continued_s - due_s)
         return save
 
     def _report_standstill(self) -> None:

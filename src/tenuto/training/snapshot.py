@@ -321,7 +321,7 @@ class Snapshots:
             parent=parent,
             metrics=dict(metrics),
             progress=dict(progress) if progress is not None else self._position.progress(),
-            environment=self._environment,
+            environment={**self._environment, "why": reason} if reason else self._environment,
             certificate=self.certificate(),
             reason=reason,
             marks=self._position.marks(),

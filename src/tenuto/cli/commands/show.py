@@ -206,7 +206,11 @@ def _unusual(
 
 def _origin(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yields what saved the checkpoint, and what identifies it."""
-    saved_by = {name: value for name, value in manifest.environment.items() if name not in ("timing", "encoding")}
+    saved_by = {
+        name: value for name, value in manifest.environment.items() if name not in ("timing", "encoding", "why")
+    }
+    if why := manifest.environment.get("why"):
+        yield "why then", str(why)
     if saved_by:
         yield "saved by", _joined(saved_by)
     cursor, alike = (manifest.progress.get(name) for name in ("data", "alike"))

@@ -52,6 +52,7 @@ def encode_attempt(record: AttemptRecord, repository: str) -> bytes:
             "attempt": record.number,
             **({} if record.before is None else {"before": {"attempt": record.before[0], "step": record.before[1]}}),
             "created": record.created,
+            **({} if record.ended is None else {"ended": {"beats": record.ended[0], "failed": record.ended[1]}}),
             "id": record.id,
             "owner": owner_json(record.owner),
             "parent": checkpoint_json(record.parent),
@@ -69,8 +70,22 @@ def decode_attempt(data: bytes, run: str, number: int, repository: str) -> Attem
     parent = found.checkpoint("parent")
     check_parent(parent, run, number, found)
     return AttemptRecord(
-        run, number, found.hex("id", 32), parent, read_owner(found), found.text("created"), _before(found)
+        run,
+        number,
+        found.hex("id", 32),
+        parent,
+        read_owner(found),
+        found.text("created"),
+        _before(found),
+        _ended(found),
     )
+
+
+def _ended(found: Fields) -> tuple[int, bool] | None:
+    if "ended" not in found.values:
+        return None
+    inner = found.inner(found.mapping("ended"), "'ended'")
+    return inner.whole("beats"), inner.flag("failed")
 
 
 def _before(found: Fields) -> tuple[int, int] | None:

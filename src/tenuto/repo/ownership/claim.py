@@ -231,7 +231,8 @@ def _put_claim(
                 )
             if ended and before_put is not None:
                 before_put()
-            record = _try_put(repo, run, found.number + 1, parent)
+            how = (found.beats, found.verdict == "dead" and not found.released) if found.beats else None
+            record = _try_put(repo, run, found.number + 1, parent, how)
             if record is not None:
                 return record, found
             continue
@@ -246,14 +247,16 @@ def _put_claim(
         watch.clock.sleep(_POLL_S)
 
 
-def _try_put(repo: Repo, run: str, number: int, parent: CheckpointId | None) -> AttemptRecord | None:
+def _try_put(
+    repo: Repo, run: str, number: int, parent: CheckpointId | None, ended: tuple[int, bool] | None
+) -> AttemptRecord | None:
     """Claims the first number from `number` on that no copied directory occupies; returns None if another process was
     faster."""
     while True:
         if parent is not None and parent.run == run and parent.attempt >= number:
             raise CheckpointNotFound(f"there is no checkpoint {parent} to resume from", subject=str(parent))
         before = _reached(repo, run, number - 1)
-        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text(), before)
+        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text(), before, ended)
         try:
             name, data = object_names.attempt_name(run, number), encode_attempt(record, repo.id)
             objects.put(repo.store, name, data, token=record.id)

@@ -44,6 +44,9 @@ class OwnerFinding:
     takes long to give its memory back, still runs; its lease does not move."""
     closed: bool = field(default=False, compare=False)
     """Its lease says that every attempt below it is closed. That stays so."""
+    beats: int = field(default=0, compare=False)
+    """How many its lease has come to."""
+    released: bool = field(default=False, compare=False)
 
 
 class OwnerWatch:
@@ -66,7 +69,9 @@ class OwnerWatch:
             return OwnerFinding("free")
         counter, beat = read_last(self.repo, self.run, number)
         found = self._judged(number, record, counter, beat, began)
-        return replace(found, closed=beat is not None and beat.closed)
+        if beat is None:
+            return replace(found, beats=counter)
+        return replace(found, closed=beat.closed, beats=counter, released=beat.released)
 
     def _judged(
         self, number: int, record: AttemptRecord | None, counter: int, beat: LeaseRecord | None, began: float

@@ -176,11 +176,11 @@ def _retention(keep: KeepPolicy | None) -> KeepPolicy | None:
 def _cadence(save: SavePolicy | None) -> SavePolicy | None:
     if save is None:
         return None
-    from tenuto.policy.save import EveryStall, SavePolicy, parts_of
+    from tenuto.policy.save import EveryOptimum, EveryStall, SavePolicy, parts_of
 
     if not isinstance(save, SavePolicy):
         raise UsageError(f"save={save!r} does not say when", subject="save", hint="save=every(steps=1000)")
-    if save.metrics() or any(isinstance(part, EveryStall) for part in parts_of(save)):
+    if save.metrics() or any(isinstance(part, EveryStall | EveryOptimum) for part in parts_of(save)):
         raise UsageError(
             f"save={save!r} of a tier depends on more than step and time",
             subject="save",

@@ -32,7 +32,7 @@ _CLASSES: Final[Mapping[str, str]] = {
 """Where the locations' classes are: none is imported by a training that has one directory."""
 _OF_LOCATION: Final = ("where", "kind", "part", "copies", "node", "cache", "tiers")
 _ALIASES: Final = ("save_top_k", "monitor", "mode", "save_last", "max_to_keep")
-_INTERVALS: Final = ("steps", "minutes", "hours", "epochs", "stall")
+_INTERVALS: Final = ("steps", "minutes", "hours", "epochs", "stall", "auto", "mtbf_hours")
 _PLAIN: Final = tuple(key.name for key in KEYS if isinstance(key, Key) and key.name not in _OF_LOCATION)
 """Keys whose value is the argument of that name."""
 

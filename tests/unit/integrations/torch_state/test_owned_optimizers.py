@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,6 +12,12 @@ from torch import nn
 import tenuto
 from tenuto.errors import StateError
 from tenuto.integrations.torch.certificate import certificate
+
+
+@pytest.fixture(autouse=True)
+def no_loader_of_other_tests() -> None:
+    """A loader that a test left in the middle of its epoch would be told of here."""
+    gc.collect()
 
 
 class Agent(nn.Module):
