@@ -62,8 +62,8 @@ def test_what_some_ranks_save_other_numbers_of_ranks_load(
     ("point", "rank", "left"),
     [
         ("save begun", 0, 2),
-        ("pack durable, index not yet", 1, 2),
-        ("packs and indexes durable, manifest not yet", 0, 2),
+        pytest.param("pack durable, index not yet", 1, 2, marks=pytest.mark.long),
+        pytest.param("packs and indexes durable, manifest not yet", 0, 2, marks=pytest.mark.long),
         ("manifest durable, not yet announced", 0, 3),
     ],
 )
