@@ -21,6 +21,7 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,13 @@ from pathlib import Path
 from support import loaded_interpreter
 from tenuto.cli import main
 
-ENVIRONMENT = {"COLUMNS": "90", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "COLUMNS": "90",
+    "OMP_NUM_THREADS": "1",
+    # `python` of a command that starts another one is this interpreter, with this checkout
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tenuto.model.ids import CheckpointId, attempt_key
 from tenuto.policy.keep import KeepPolicy
 from tenuto.store.contract import Store
 
-RESTARTS: Final = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+RESTARTS: Final = ("TENUTO_RESTART", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """Where a launcher says how often it has started this job again."""
 _had: Final[set[str]] = set()
 """Places in which this process has had a repository."""

@@ -42,6 +42,7 @@ from tenuto.repo.replicated.places import all_places, followers_of, report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
+from tenuto.telemetry.heartbeat import ENDING, TRAINING, Heartbeat
 from tenuto.training.arguments import Settings
 from tenuto.training.exit_status import ExitStatus
 from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, UnloggedMetrics
@@ -242,6 +243,7 @@ class RunSaver:
         """When training last continued after a step's decision or save."""
         self._pace = StepPace() if any(isinstance(part, EveryOptimum) for part in parts_of(settings.save)) else None
         self._past = PastFailures()
+        self._heartbeat = Heartbeat.from_environment(group.rank)
         self._reported_stuck: Save | None = None
         self._loss: RanksError | None = None
         """The loss because of which the run is given back: for good, even if the ranks could meet again."""
@@ -281,6 +283,7 @@ class RunSaver:
         self.first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
         self.totals.begin()
+        self._heartbeat.beat(first_step)
         self.tiers.begin(attempt)
         if self._coordinates and any(
             isinstance(part, EveryOptimum) and part.learns_failures for part in parts_of(self.policy)
@@ -295,6 +298,7 @@ class RunSaver:
             self._lost(self._loss)
 
     def decide(self, moment: Moment) -> Decision:
+        self._heartbeat.beat(moment.step, ENDING if moment.ending else TRAINING)
         self._unlogged.asked(moment, self.first_step, self._judging)
         waits = not self.saver.free
         if waits:
@@ -432,6 +436,12 @@ class RunSaver:
                     hint=f"look at {self.repo.url}: does it still answer? `tenuto ls` shows the last committed "
                     "checkpoint",
                 )
+
+    def leave(self, step: int) -> None:
+        """Says that this process is about to give the run back, which others then wait for."""
+        self._heartbeat.beat(step, ENDING)
+        if self.attempt is not None:
+            self.attempt.leave()
 
     def wait_to_leave(self, timeout: float) -> None:
         """Waits as `wait`, and for the other ranks, which leave as well: the key-value store may be one's own."""

@@ -445,8 +445,7 @@ class TrainingSession:
             return
         self.closed = True
         self._preemption.hold_back()
-        if self.saving.attempt is not None:
-            self.saving.attempt.leave()
+        self.saving.leave(self.step)
         until = time.monotonic() + timeout
         spare = min(GIVE_BACK_S, timeout / 4)
         try:

@@ -1,0 +1,132 @@
+"""`tenuto run`: supervises a training."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tenuto.cli.console import options, output
+from tenuto.cli.console.help_text import examples
+from tenuto.cli.console.where import VARIABLE
+from tenuto.errors import UsageError
+
+if TYPE_CHECKING:
+    from tenuto.supervisor.supervise import Account
+
+EXAMPLES = examples(
+    "tenuto run -- python train.py",
+    "tenuto run --hang 300 --deadline 11.5h -- torchrun --nproc-per-node 8 train.py",
+)
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run.")],
+    *,
+    where: Annotated[
+        str, typer.Option(metavar="WHERE", help="Save there what is left in memory at the end.", envvar=VARIABLE)
+    ] = "",
+    restarts: Annotated[int, typer.Option(metavar="N", help="Restarts in all.")] = 100,
+    per_hour: Annotated[int, typer.Option(metavar="N", help="Ends within an hour.")] = 12,
+    in_vain: Annotated[int, typer.Option(metavar="N", help="Ends in a row without a new step.")] = 3,
+    hang: Annotated[str, typer.Option(metavar="TIME", help="Without a step; `off`; else learnt.")] = "",
+    grace: Annotated[str, typer.Option(metavar="TIME", help="To leave in, when asked to.")] = "60s",
+    deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",
+    journal: Annotated[str, typer.Option(metavar="FILE", help="Where to note what happens.")] = "",
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Run a training, and start it again when it dies or hangs.
+
+    The command is watched by its own steps, as its Checkpointer counts them, and by its end. A restart resumes as the
+    script does, from memory or the newest checkpoint. Signals are passed on, and after one that asks to leave it is not
+    started again. The exit status is the command's. A program without a Checkpointer is restarted too, and never hangs.
+    """
+    from tenuto.supervisor.decide import Limits
+    from tenuto.supervisor.journal import Journal, default_path
+    from tenuto.supervisor.supervise import Supervisor, Watch, summary
+
+    for name, value in (("--restarts", restarts), ("--per-hour", per_hour), ("--in-vain", in_vain)):
+        if value < (0 if name == "--restarts" else 1):
+            raise UsageError(f"{name} {value} makes no sense", subject=name, hint=f"{name} 3")
+    watch = Watch(
+        hang_s=None if not hang else 0.0 if hang == "off" else duration(hang, "--hang"),
+        grace_s=duration(grace, "--grace"),
+        deadline_s=duration(deadline, "--deadline") if deadline else None,
+    )
+    path = Path(journal) if journal else default_path(os.getpid())
+    supervisor = Supervisor(
+        command, Limits(restarts, per_hour, in_vain), watch, Journal(path, _said), _said,
+        at_end=lambda: _flush(where), quiet_stdout=json,
+    )  # fmt: skip
+    try:
+        account = supervisor.run()
+    except FileNotFoundError:
+        raise UsageError(
+            f"there is no program {command[0]}", subject=command[0], hint="tenuto run -- python train.py"
+        ) from None
+    except PermissionError:
+        raise UsageError(f"{command[0]} cannot be run: permission denied", subject=command[0]) from None
+    if json:
+        output.document("run", _document(account))
+    elif account.restarts or account.status:
+        _said(summary(account))
+        _said(f"journal: {account.journal}")
+    if account.status:
+        raise typer.Exit(account.status)
+
+
+def _said(text: str) -> None:
+    """Says it between the lines of the command itself."""
+    output.story(f"tenuto: {text}")
+
+
+def _flush(where: str) -> str | None:
+    """Writes the newest state that dead processes have left in memory to the repository, for each of its runs."""
+    from tenuto.errors import NotARepository
+    from tenuto.maintenance.flush import execute, plan_flush
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
+
+    if not where:
+        return None
+    try:
+        repo = Repo.open(open_store(where))
+    except NotARepository:
+        return None
+    written = [execute(repo, plan, report=_said) for run in repo.runs() if (plan := plan_flush(repo, run)).chosen]
+    saved = ", ".join(str(one.id) for one in written if one is not None)
+    return f"saved from memory: {saved}" if saved else None
+
+
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def duration(text: str, name: str) -> float:
+    """Returns `90`, `90s`, `1.5h` or `2d` in seconds. Raises UsageError."""
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    try:
+        value = float(number) * UNITS[text[len(number) :]]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 0 < value < 1e10:
+        raise UsageError(f"{name} {text} is not a time", subject=name, hint=f"{name} 90s, {name} 10m or {name} 1.5h")
+    return value
+
+
+def _document(account: Account) -> dict[str, Any]:
+    return {
+        "status": account.status,
+        "reason": account.reason,
+        "restarts": account.restarts,
+        "lost_s": account.lost_s,
+        "step": account.step,
+        "journal": account.journal,
+        "starts": [
+            {"kind": one.kind, "status": one.status, "evidence": one.evidence, "seconds": one.ended_s - one.began_s,
+             "step": one.step, "new": one.new}
+            for one in account.endings
+        ],
+    }  # fmt: skip

@@ -1,0 +1,109 @@
+"""Whether a training that has ended is started again, when, and why: decided from facts, without I/O or clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, Literal
+
+from tenuto.units import count, seconds
+
+Kind = Literal["finished", "failed", "killed", "out of memory", "asked to leave", "hung"]
+"""How a start ended: with status 0; with another; by a signal; by the kernel for want of memory; by a signal that asks
+to leave, after which a training has saved; or stopped here, because it made no step."""
+
+LASTING_S: Final = 60.0
+"""A start of a program that reports no steps counts as progress if it lasted so long."""
+HOUR_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How one start of the training ended. Times are seconds of one clock. `step`: the last completed step, None where
+    the program reports none. `new`: whether it came further than every start before it."""
+
+    kind: Kind
+    status: int
+    began_s: float
+    ended_s: float
+    step: int | None = None
+    new: bool = False
+    evidence: str = ""
+
+    @property
+    def progress(self) -> bool:
+        return self.new if self.step is not None else self.ended_s - self.began_s >= LASTING_S
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How often a training is started again.
+
+    restarts: in all. per_hour: within any hour. in_vain: ends in a row without progress, after which another start
+    would hardly help. first_wait_s, longest_wait_s: before a restart after an end without progress, doubled each time.
+    """
+
+    restarts: int = 100
+    per_hour: int = 12
+    in_vain: int = 3
+    first_wait_s: float = 1.0
+    longest_wait_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`after_s`: how long to wait before the start. `reason`: in words that follow "started again: " or "ended: "."""
+
+    restart: bool
+    reason: str
+    after_s: float = 0.0
+
+
+def decide(endings: Sequence[Ending], limits: Limits) -> Decision:
+    """Decides after the last of `endings`, which are all ends so far, oldest first."""
+    last = endings[-1]
+    if last.kind == "finished":
+        return Decision(False, "the training is done")
+    if last.kind == "asked to leave":
+        return Decision(False, f"it was asked to leave ({last.evidence}) and has left")
+    in_vain = _in_vain(endings)
+    if in_vain >= limits.in_vain:
+        return Decision(False, f"{count(in_vain, 'start')} in a row ended without a new step ({last.evidence})")
+    if len(endings) > limits.restarts:
+        return Decision(False, f"it was restarted {count(limits.restarts, 'time')}, as often as allowed")
+    recent = sum(last.ended_s - one.ended_s < HOUR_S for one in endings)
+    if recent > limits.per_hour:
+        return Decision(False, f"it ended {count(recent, 'time')} within an hour, more often than allowed")
+    wait_s = min(limits.first_wait_s * 2 ** (in_vain - 1), limits.longest_wait_s) if in_vain else 0.0
+    return Decision(True, f"{last.kind} ({last.evidence})", wait_s)
+
+
+def _in_vain(endings: Sequence[Ending]) -> int:
+    number = 0
+    for one in reversed(endings):
+        if one.progress:
+            break
+        number += 1
+    return number
+
+
+SLOWEST: Final = 4.0
+USUAL: Final = 20.0
+KNOWN: Final = 3
+"""Steps that have to be known before silence is judged by them."""
+
+
+def silence_allowed(steps_s: Sequence[float], *, least_s: float, unknown_s: float) -> float:
+    """Returns how long a training may make no step before it counts as hung: four times the longest of its last steps
+    or twenty times the usual one, and at least `least_s`; `unknown_s` until three steps are known.
+
+    steps_s: how long the last steps took, pauses for saves and evaluations included.
+    """
+    if len(steps_s) < KNOWN:
+        return unknown_s
+    return max(least_s, SLOWEST * max(steps_s), USUAL * median(steps_s))
+
+
+def silence_words(silent_s: float, allowed_s: float, step: int) -> str:
+    return f"no step after step {step} for {seconds(silent_s)}, where {seconds(allowed_s)} are usual at most"

@@ -1,0 +1,40 @@
+"""What happened to a supervised training, a JSON object a line: for whoever asks in the morning, and for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tenuto.repo.repository import now_text
+
+
+class Journal:
+    """Appends to a file, if there is one. A file that cannot be written stops nothing: it is said once."""
+
+    def __init__(self, path: Path | None, report: Callable[[str], None]) -> None:
+        self.path = path
+        self._report = report
+        self._broken = False
+
+    def write(self, event: str, **facts: Any) -> None:
+        if self.path is None:
+            return
+        line = json.dumps({"time": now_text(), "monotonic_s": round(time.monotonic(), 3), "event": event, **facts})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            if not self._broken:
+                self._report(f"the journal cannot be written, and nothing is noted there: {error}")
+            self._broken = True
+
+
+def default_path(pid: int) -> Path:
+    """Returns where the journal of this supervisor lies where nobody says another place."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "tenuto" / "journals" / f"{now_text()[:19].replace(':', '')}-{pid}.jsonl"

@@ -1,0 +1,116 @@
+"""A training as a tree of processes of its own: started, signalled, and ended as a whole, daemons too."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_POLL_S: Final = 0.02
+
+
+def adopt_orphans() -> None:
+    """Has processes whose parent ends become children of this one, as far as the system can (Linux): a daemon that a
+    training leaves behind would keep its memory and devices from the next start."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+class ProcessTree:
+    """A command, in a session of its own. It is asked to leave when this process is killed."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], stdout: IO[str] | None = None) -> None:
+        """Raises OSError where the command cannot be started."""
+        parent = os.getpid()
+
+        def ask_to_leave_with_parent() -> None:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # it was killed in between
+                os._exit(1)
+
+        self._process = subprocess.Popen(
+            list(command), env=dict(environment), stdout=stdout, start_new_session=True,
+            preexec_fn=ask_to_leave_with_parent,  # noqa: PLW1509 - this process has one thread
+        )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, timeout: float) -> int | None:
+        """Returns the status (negative: the signal that ended it) of the command itself; None if it runs after
+        `timeout` seconds."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def signal(self, number: int) -> None:
+        """Passes a signal on to the command, which passes it on as it likes."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def descendants(self) -> list[int]:
+        """Returns the process ids below this process: the command's, and those that have lost their parent."""
+        found, left = [], _children(os.getpid())
+        while left:
+            pid = left.pop()
+            found.append(pid)
+            left += _children(pid)
+        return found
+
+    def end(self, grace_s: float) -> None:
+        """Ends all that is left of it: asks to leave, waits `grace_s` at most, and kills."""
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)  # one that is stopped cannot leave
+        if self._process.poll() is None:
+            self.wait(grace_s)
+        deadline = time.monotonic() + max(grace_s, 5.0)
+        while (left := self.descendants()) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.poll()
+            self.reap()
+            time.sleep(_POLL_S)
+
+    def reap(self) -> None:
+        """Takes the status of orphans that have ended; the command's own is left to `wait`."""
+        for pid in _children(os.getpid()):
+            if pid != self._process.pid:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _prctl(option: int, argument: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
+
+
+def memory_kills() -> int:
+    """Returns how many processes of this control group the kernel has killed for want of memory; 0 where it does not
+    say."""
+    try:
+        path = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
+        events = Path(f"/sys/fs/cgroup{path}/memory.events").read_text()
+        return int(dict(line.split() for line in events.splitlines()).get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0

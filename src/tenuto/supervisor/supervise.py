@@ -1,0 +1,317 @@
+"""The supervisor: starts a command, watches its steps, and starts it again as long as `decide` says so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from tenuto.errors import StoreError, UsageError
+from tenuto.supervisor.decide import Ending, Kind, Limits, decide, silence_allowed, silence_words
+from tenuto.supervisor.journal import Journal
+from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans, memory_kills
+from tenuto.telemetry.heartbeat import ENDING, STARTING, VARIABLE, Beat, read_beats
+from tenuto.units import count, seconds
+
+POLL_S: Final = 0.1
+WATCH_S: Final = 0.5
+"""How often beats are read."""
+PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LEAVING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
+"""Signals after which the training is expected to end."""
+RECENT_STEPS: Final = 50
+STACKS_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is watched for. hang_s: how long no step is too long; None: learnt from its own steps, at least `least_s`
+    and `unknown_s` before its first ones; 0: never. grace_s: to leave in, when it is asked to. deadline_s: after which
+    it is asked to, None without."""
+
+    hang_s: float | None = None
+    least_s: float = 60.0
+    unknown_s: float = 1800.0
+    grace_s: float = 60.0
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What became of a supervised training. `status`: its own, as a shell has it. `lost_s`: from each death to the
+    first step that was new again, or to the end."""
+
+    status: int
+    reason: str
+    endings: tuple[Ending, ...]
+    lost_s: float
+    step: int | None
+    journal: str | None
+
+    @property
+    def restarts(self) -> int:
+        return len(self.endings) - 1
+
+
+@dataclass
+class Supervisor:
+    """Runs one command to its end. `report` gets each line for people; `before_start` runs before each start, and what
+    it raises of the store is reported."""
+
+    command: Sequence[str]
+    limits: Limits
+    watch: Watch
+    journal: Journal
+    report: Callable[[str], None]
+    at_end: Callable[[], str | None] = lambda: None
+    """Called when the training has failed for good; returns what was saved of it, in words."""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    quiet_stdout: bool = False
+    """Whether the command's stdout goes to stderr."""
+    _asked: list[int] = field(default_factory=list)
+    _tree: ProcessTree | None = None
+    _reached: int = 0
+    _died_s: float | None = None
+    _lost_s: float = 0.0
+
+    def run(self) -> Account:
+        if threaded():
+            raise UsageError("a supervisor has a process of its own, with one thread", subject="tenuto run")
+        began_s = time.monotonic()
+        adopt_orphans()
+        endings: list[Ending] = []
+        self.journal.write("supervising", command=list(self.command), pid=os.getpid())
+        with self._passing_signals_on():
+            while True:
+                ending = self._one_start(began_s, len(endings) + 1)
+                endings.append(ending)
+                decision = decide(endings, self.limits)
+                if self._asked and decision.restart:
+                    reason = f"{signal.Signals(self._asked[0]).name} came, and it ended by {ending.evidence}"
+                    break
+                if not decision.restart:
+                    reason = decision.reason
+                    break
+                wait = f" in {seconds(decision.after_s)}" if decision.after_s else ""
+                self.report(f"{decision.reason}: started again{wait} (restart {len(endings)})")
+                self.journal.write("restarting", reason=decision.reason, after_s=decision.after_s, restart=len(endings))
+                if self._asked_within(decision.after_s):
+                    reason = f"{signal.Signals(self._asked[0]).name} came while it was down ({decision.reason})"
+                    break
+        if self._died_s is not None and endings[-1].kind not in ("finished", "asked to leave"):
+            self._lost_s += time.monotonic() - self._died_s
+        saved = None
+        if endings[-1].kind not in ("finished",):
+            saved = self._save_what_is_left()
+        status = endings[-1].status
+        step = self._reached or None
+        self.journal.write("ended", status=status, reason=reason, lost_s=round(self._lost_s, 3), step=step, saved=saved)
+        path = None if self.journal.path is None else str(self.journal.path)
+        return Account(status, reason, tuple(endings), self._lost_s, step, path)
+
+    def _save_what_is_left(self) -> str | None:
+        try:
+            saved = self.at_end()
+        except StoreError as error:
+            self.report(f"what lies in memory could not be saved: {error}")
+            return None
+        if saved is not None:
+            self.report(saved)
+        return saved
+
+    # -- one start -----------------------------------------------------------------------------------------------------
+
+    def _one_start(self, began_s: float, number: int) -> Ending:
+        with tempfile.TemporaryDirectory(prefix="tenuto-beats-", dir=_memory_directory()) as name:
+            beats = Path(name)
+            kills = memory_kills()
+            started_s = time.monotonic()
+            out = sys.stderr if self.quiet_stdout else None
+            environment = {**self.environment, VARIABLE: name, "TENUTO_RESTART": str(number - 1)}
+            self._tree = tree = ProcessTree(self.command, environment, out)
+            self.journal.write("started", start=number, pid=tree.pid)
+            steps = _Steps()
+            hung = self._watched(tree, beats, steps, began_s)
+            status = tree.wait(0)
+            if hung is None and status is None:
+                raise AssertionError("it is neither hung nor has it ended")
+            steps.take(list(read_beats(beats)), time.monotonic())
+            self._note_progress(steps)
+            tree.end(self.watch.grace_s)
+            code = tree.wait(0)
+            ended_s = time.monotonic()
+        kind, evidence = self._kind(-9 if code is None else code, hung, memory_kills() > kills)
+        new = steps.newest is not None and steps.newest > self._reached
+        if steps.newest is not None:
+            self._reached = max(self._reached, steps.newest)
+        shell = _shell_status(code)
+        ending = Ending(kind, shell, started_s, ended_s, steps.newest, new, evidence)
+        if kind not in ("finished", "asked to leave") and self._died_s is None:
+            self._died_s = ended_s
+        self.journal.write(
+            "died" if kind not in ("finished", "asked to leave") else "left",
+            start=number, kind=kind, status=shell, evidence=evidence, step=steps.newest, new=new,
+            ran_s=round(ended_s - started_s, 3),
+        )  # fmt: skip
+        return ending
+
+    def _watched(self, tree: ProcessTree, beats: Path, steps: _Steps, began_s: float) -> str | None:
+        """Watches until the command ends (None), or is to be ended: the evidence."""
+        looked_s = time.monotonic()
+        left_s: float | None = None
+        while tree.wait(POLL_S) is None:
+            now_s = time.monotonic()
+            tree.reap()
+            if self._asked and left_s is None:
+                left_s = now_s + self.watch.grace_s
+            if left_s is not None and now_s > left_s:
+                return f"it was asked to leave and had not within {seconds(self.watch.grace_s)}"
+            deadline_s = self.watch.deadline_s
+            if deadline_s is not None and now_s - began_s > deadline_s and not self._asked:
+                self.report(f"the deadline of {seconds(deadline_s)} has come: it is asked to leave")
+                self._asked.append(signal.SIGTERM)
+                tree.signal(signal.SIGTERM)
+            if now_s - looked_s < WATCH_S:
+                continue
+            looked_s = now_s
+            steps.take(list(read_beats(beats)), now_s)
+            self._note_progress(steps)
+            if left_s is None and (evidence := self._hung(steps, now_s)) is not None:
+                self._note_stacks(tree, evidence)
+                return evidence
+        return None
+
+    def _note_progress(self, steps: _Steps) -> None:
+        """Counts the time since the last death as lost once there is a step that nobody had come to before."""
+        if self._died_s is not None and steps.newest is not None and steps.newest > self._reached:
+            lost_s = time.monotonic() - self._died_s
+            self._lost_s, self._died_s = self._lost_s + lost_s, None
+            self.journal.write("recovered", step=steps.newest, lost_s=round(lost_s, 3))
+
+    def _hung(self, steps: _Steps, now_s: float) -> str | None:
+        if self.watch.hang_s == 0 or steps.newest is None or steps.phase in (STARTING, ENDING):
+            return None
+        least_s, unknown_s = self.watch.least_s, self.watch.unknown_s
+        allowed_s = self.watch.hang_s or silence_allowed(steps.durations, least_s=least_s, unknown_s=unknown_s)
+        silent_s = now_s - steps.last_s
+        return silence_words(silent_s, allowed_s, steps.newest) if silent_s > allowed_s else None
+
+    def _note_stacks(self, tree: ProcessTree, evidence: str) -> None:
+        """Notes where each process stands, if py-spy is there to say it."""
+        self.report(f"it hangs: {evidence}")
+        program = shutil.which("py-spy")
+        for pid in tree.descendants() if program else ():
+            try:
+                done = subprocess.run(
+                    [str(program), "dump", "--pid", str(pid)],
+                    capture_output=True,
+                    text=True,
+                    timeout=STACKS_S,
+                    check=False,
+                )
+            except (OSError, subprocess.TimeoutExpired):
+                continue
+            if not done.returncode:
+                self.journal.write("stack", pid=pid, stack=done.stdout.splitlines())
+
+    def _kind(self, code: int, hung: str | None, memory: bool) -> tuple[Kind, str]:
+        if hung is not None and not self._asked:
+            return "hung", hung
+        if code == 0:
+            return ("asked to leave", signal.Signals(self._asked[0]).name) if self._asked else ("finished", "status 0")
+        number = -code if code < 0 else code - 128
+        if number in LEAVING and (self._asked or code > 0):
+            return "asked to leave", signal.Signals(number).name
+        if code < 0 or (number == signal.SIGKILL and code > 128):
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            if memory and number == signal.SIGKILL:
+                return "out of memory", "the kernel killed a process for want of memory"
+            return "killed", name
+        return "failed", f"status {code}"
+
+    # -- signals -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _passing_signals_on(self) -> Iterator[None]:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if number in LEAVING:
+                self._asked.append(number)
+            if self._tree is not None:
+                self._tree.signal(number)
+
+        before = {number: signal.signal(number, handle) for number in PASSED_ON}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _asked_within(self, wait_s: float) -> bool:
+        until = time.monotonic() + wait_s
+        while not self._asked and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, POLL_S))
+        return bool(self._asked)
+
+
+class _Steps:
+    """The steps of one start, by the beats of its ranks. The slowest rank counts: one that stands still holds all."""
+
+    def __init__(self) -> None:
+        self.newest: int | None = None
+        self.phase = STARTING
+        self.last_s = time.monotonic()
+        self.durations: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def take(self, beats: Sequence[Beat], now_s: float) -> None:
+        latest: dict[int, Beat] = {}
+        for beat in beats:
+            if beat.rank not in latest or beat.at_s > latest[beat.rank].at_s:
+                latest[beat.rank] = beat
+        if not latest:
+            return
+        slowest = min(latest.values(), key=lambda beat: beat.step)
+        self.phase = STARTING if any(beat.phase == STARTING for beat in latest.values()) else slowest.phase
+        if self.newest is None or slowest.step > self.newest:
+            if self.newest is not None and self.durations is not None:
+                self.durations.append(max(slowest.at_s - self.last_s, 0.0) / (slowest.step - self.newest))
+            self.newest, self.last_s = slowest.step, slowest.at_s
+        elif self.phase in (STARTING, ENDING):
+            self.last_s = now_s
+
+
+def summary(account: Account) -> str:
+    """Returns the account in a line."""
+    kinds = Counter(one.kind for one in account.endings[:-1])
+    parts = [f"{account.reason}; status {account.status}"]
+    if account.step is not None:
+        parts.append(f"step {account.step}")
+    if account.restarts:
+        what = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+        parts.append(f"{count(account.restarts, 'restart')} ({what})")
+        parts.append(f"{seconds(account.lost_s)} until it was as far again")
+    return "; ".join(parts)
+
+
+def threaded() -> bool:
+    import threading
+
+    return threading.active_count() > 1 or threading.current_thread() is not threading.main_thread()
+
+
+def _shell_status(code: int | None) -> int:
+    return 137 if code is None else 128 - code if code < 0 else code
+
+
+def _memory_directory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

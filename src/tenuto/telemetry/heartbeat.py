@@ -1,0 +1,87 @@
+"""What a training process last did, for whoever supervises it: a small file in memory, a microsecond a step.
+
+The supervisor names a directory in `TENUTO_HEARTBEAT`; each process with a Checkpointer keeps one file there. It is
+read by a process of the same machine, so times are those of its monotonic clock.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+VARIABLE: Final = "TENUTO_HEARTBEAT"
+STARTING, TRAINING, ENDING = "starting", "training", "ending"
+_PHASES: Final = (STARTING, TRAINING, ENDING)
+_MAGIC: Final = b"tenuto beat 1\n\0\0"
+_FIELDS: Final = struct.Struct("<qqqqqq")
+"""Sequence, process id, rank, step, phase, nanoseconds; then the sequence once more: a reader that sees two different
+ones has read in the middle of a beat."""
+_SEQUENCE: Final = struct.Struct("<q")
+_BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """`at_s`: by `time.monotonic` of this machine. `step`: completed steps."""
+
+    pid: int
+    rank: int
+    step: int
+    phase: str
+    at_s: float
+
+
+class Heartbeat:
+    """One process's beats. Without a directory to write to it does nothing."""
+
+    def __init__(self, directory: Path | None, rank: int) -> None:
+        self._rank = rank
+        self._pid = os.getpid()
+        self._sequence = 0
+        self._memory: mmap.mmap | None = None
+        if directory is None:
+            return
+        try:
+            descriptor = os.open(directory / f"{rank}-{self._pid}.beat", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(descriptor, _BYTES)
+                self._memory = mmap.mmap(descriptor, _BYTES)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return  # the supervisor is gone, or its directory: it is told of nothing, and training continues
+        self.beat(0, STARTING)
+
+    @classmethod
+    def from_environment(cls, rank: int, environment: Mapping[str, str] = os.environ) -> Heartbeat:
+        directory = environment.get(VARIABLE)
+        return cls(Path(directory) if directory else None, rank)
+
+    def beat(self, step: int, phase: str = TRAINING) -> None:
+        if self._memory is None or os.getpid() != self._pid:
+            return
+        self._sequence += 1
+        fields = (self._sequence, self._pid, self._rank, step, _PHASES.index(phase), time.monotonic_ns())
+        self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
+        self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
+        self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(self._sequence)
+
+
+def read_beats(directory: Path) -> Iterator[Beat]:
+    """Yields the last beat of each process that has one there, in no order. One that is being written is left out."""
+    for path in directory.glob("*.beat"):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue
+        if len(data) != _BYTES or not data.startswith(_MAGIC):
+            continue
+        sequence, pid, rank, step, phase, at_ns = _FIELDS.unpack_from(data, len(_MAGIC))
+        if _SEQUENCE.unpack_from(data, _BYTES - _SEQUENCE.size)[0] == sequence and 0 <= phase < len(_PHASES):
+            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9)

@@ -1,0 +1,210 @@
+"""`tenuto run`, with real processes: what dies or hangs is started again, and what should end ends, all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tenuto
+
+TENUTO = [sys.executable, "-c", "from tenuto.cli.application import run; run()"]
+SRC = str(Path(tenuto.__file__).parents[1])
+
+
+def started(directory: Path, script: str, *options: str) -> subprocess.Popen[str]:
+    (directory / "train.py").write_text(script)
+    command = [*TENUTO, "run", "--journal", "journal.jsonl", *options, "--", sys.executable, "train.py"]
+    environment = {**os.environ, "PYTHONPATH": SRC}
+    return subprocess.Popen(
+        command, cwd=directory, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finished(directory: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    process = started(directory, script, *options)
+    out, err = process.communicate(timeout=100)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()]
+
+
+def await_that(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_training_that_is_killed_and_one_that_hangs_come_to_the_same_end(tmp_path: Path) -> None:
+    script = """
+import os, time, numpy as np, tenuto
+from tenuto import every
+state, start = {"w": np.zeros(100)}, os.environ["TENUTO_RESTART"]
+with tenuto.Checkpointer("ckpts", state, save=every(steps=5), memory=every(steps=1)) as ckpt:
+    for step in ckpt.steps(20):
+        state["w"] += step
+        if (start, step) == ("0", 7):
+            os.kill(os.getpid(), 9)
+        if (start, step) == ("1", 12):
+            time.sleep(1000)
+        time.sleep(0.01)
+print(start, ckpt.step, state["w"][0])
+"""
+    done = finished(tmp_path, script, "--hang", "6s", "--where", "ckpts")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"2 20 {float(sum(range(20)))}\n"
+    assert "tenuto: killed (SIGKILL): started again (restart 1)" in done.stderr
+    # the state of the last step may not have been sealed yet
+    assert re.search("tenuto: resumed run main at step [67] from memory", done.stderr)
+    assert "no step after step 12 for" in done.stderr
+    assert "2 restarts (1 x killed, 1 x hung)" in done.stderr
+    found = events(tmp_path)
+    assert [one["event"] for one in found if one["event"] != "stack"] == [
+        "supervising", "started", "died", "restarting", "started", "recovered", "died", "restarting", "started",
+        "recovered", "left", "ended",
+    ]  # fmt: skip
+    assert [one["step"] for one in found if one["event"] == "died"] == [7, 12]
+
+
+def test_one_that_dies_at_once_again_and_again_is_given_up_with_its_status(tmp_path: Path) -> None:
+    done = finished(tmp_path, "import sys; sys.exit(3)", "--in-vain", "2", "--json")
+    assert done.returncode == 3
+    found = json.loads(done.stdout)
+    assert (found["status"], found["restarts"], found["reason"]) == (
+        3, 1, "2 starts in a row ended without a new step (status 3)",
+    )  # fmt: skip
+
+
+def test_what_it_left_in_memory_is_saved_when_it_is_given_up(tmp_path: Path) -> None:
+    script = """
+import os, numpy as np, tenuto
+from tenuto import every
+state = {"w": np.zeros(100)}
+with tenuto.Checkpointer("ckpts", state, save=every(steps=1000), memory=every(steps=1)) as ckpt:
+    for step in ckpt.steps(20):
+        state["w"] += 1
+        if step == 7:
+            os.kill(os.getpid(), 9)
+"""
+    done = finished(tmp_path, script, "--in-vain", "1", "--where", "ckpts")
+    assert done.returncode == 137
+    saved = re.search(r"tenuto: saved from memory: main/a000\d/([67])\n", done.stderr)
+    assert saved, done.stderr
+    assert tenuto.load(tmp_path / "ckpts").state["w"][0] == int(saved[1])
+
+
+def test_a_signal_is_passed_on_and_who_leaves_is_not_started_again(tmp_path: Path) -> None:
+    script = """
+import numpy as np, tenuto, pathlib, time
+state = {"w": np.zeros(100)}
+with tenuto.Checkpointer("ckpts", state) as ckpt:
+    for step in ckpt.steps(10**6):
+        pathlib.Path("at").write_text(str(step))
+        time.sleep(0.01)
+"""
+    process = started(tmp_path, script)
+    await_that(lambda: (tmp_path / "at").exists())
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "it was asked to leave (SIGTERM) and has left" in err
+    assert tenuto.Repository(tmp_path / "ckpts").latest_step() is not None
+    assert sum(one["event"] == "started" for one in events(tmp_path)) == 1
+
+
+def test_one_that_ignores_the_signal_is_killed_after_its_grace(tmp_path: Path) -> None:
+    script = """
+import signal, pathlib, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path("ready").touch()
+time.sleep(1000)
+"""
+    process = started(tmp_path, script, "--grace", "1s")
+    await_that(lambda: (tmp_path / "ready").exists())
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 137
+    assert sum(one["event"] == "started" for one in events(tmp_path)) == 1
+
+
+def test_a_daemon_that_it_left_behind_is_ended_before_the_next_start(tmp_path: Path) -> None:
+    script = """
+import os, pathlib, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    with open("daemons", "a") as file:
+        print(os.getpid(), file=file)
+    time.sleep(1000)
+while not pathlib.Path("daemons").exists() or len(open("daemons").readlines()) <= int(os.environ["TENUTO_RESTART"]):
+    time.sleep(0.01)
+sys.exit(1 if os.environ["TENUTO_RESTART"] == "0" else 0)
+"""
+    done = finished(tmp_path, script, "--grace", "1s")
+    assert done.returncode == 0, done.stderr
+    daemons = list(map(int, (tmp_path / "daemons").read_text().split()))
+    assert len(daemons) == 2 and not any(map(lives, daemons))
+
+
+def test_when_the_supervisor_is_killed_the_training_saves_and_leaves(tmp_path: Path) -> None:
+    script = """
+import os, numpy as np, tenuto, pathlib, time
+state = {"w": np.zeros(100)}
+with tenuto.Checkpointer("ckpts", state) as ckpt:
+    for step in ckpt.steps(10**6):
+        pathlib.Path("pid").write_text(str(os.getpid()))
+        time.sleep(0.01)
+"""
+    process = started(tmp_path, script)
+    await_that(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
+    pid = int((tmp_path / "pid").read_text())
+    process.kill()
+    process.communicate(timeout=60)
+    await_that(lambda: not lives(pid))
+    assert tenuto.Repository(tmp_path / "ckpts").latest_step() is not None
+
+
+def test_a_deadline_asks_it_to_leave(tmp_path: Path) -> None:
+    done = finished(tmp_path, "import time; time.sleep(1000)", "--deadline", "1s")
+    assert done.returncode == 143
+    assert "the deadline of 1.00 s has come" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--hang", "often"], 2, "--hang often is not a time"),
+        (["--in-vain", "0"], 2, "--in-vain 0 makes no sense"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, options: list[str], status: int, message: str) -> None:
+    done = finished(tmp_path, "", *options)
+    assert done.returncode == status and message in done.stderr
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*TENUTO, "run", "--", "no-such-program"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": SRC},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and "there is no program no-such-program" in done.stderr

@@ -1,0 +1,71 @@
+"""Beats: what a training process last did, as its supervisor reads it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+import tenuto
+from tenuto.telemetry import heartbeat
+from tenuto.telemetry.heartbeat import ENDING, STARTING, TRAINING, VARIABLE, Heartbeat, read_beats
+
+
+def test_the_last_beat_of_each_process_is_read(tmp_path: Path) -> None:
+    first, second = Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1)
+    began_s = time.monotonic()
+    for step in range(1, 4):
+        first.beat(step)
+    second.beat(2, ENDING)
+    found = sorted(read_beats(tmp_path), key=lambda beat: beat.rank)
+    assert [(beat.rank, beat.step, beat.phase, beat.pid) for beat in found] == [
+        (0, 3, TRAINING, os.getpid()),
+        (1, 2, ENDING, os.getpid()),
+    ]
+    assert all(began_s <= beat.at_s <= time.monotonic() for beat in found)
+
+
+def test_half_a_beat_a_short_file_and_a_foreign_one_are_left_out(tmp_path: Path) -> None:
+    Heartbeat(tmp_path, 0).beat(1)
+    whole = next(tmp_path.iterdir())
+    (tmp_path / "short.beat").write_bytes(whole.read_bytes()[:-1])
+    (tmp_path / "foreign.beat").write_bytes(b"x" * whole.stat().st_size)
+    half = bytearray(whole.read_bytes())
+    half[-8:] = heartbeat._SEQUENCE.pack(-1)
+    (tmp_path / "half.beat").write_bytes(half)
+    assert [beat.step for beat in read_beats(tmp_path)] == [1]
+
+
+def test_a_forked_child_does_not_beat_for_its_parent(tmp_path: Path) -> None:
+    beats = Heartbeat(tmp_path, 0)
+    beats.beat(7)
+    pid = os.fork()
+    if pid == 0:
+        beats.beat(8)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert [beat.step for beat in read_beats(tmp_path)] == [7]
+
+
+def test_a_directory_that_is_gone_stops_no_training(tmp_path: Path) -> None:
+    Heartbeat(tmp_path / "gone", 0).beat(1)
+    Heartbeat.from_environment(0, {}).beat(1)
+    assert list(read_beats(tmp_path / "gone")) == []
+
+
+def test_a_training_beats_at_each_step_and_says_when_it_ends(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "beats").mkdir()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "beats"))
+    seen = []
+
+    def now() -> tuple[int, str]:
+        (beat,) = read_beats(tmp_path / "beats")
+        return beat.step, beat.phase
+
+    with tenuto.Checkpointer(tmp_path / "ck", {"w": np.zeros(3)}, log="silent") as ckpt:
+        seen.append(now())
+        seen += [now() for _ in ckpt.steps(3)]
+        seen.append(now())
+    assert seen == [(0, STARTING), (0, TRAINING), (1, TRAINING), (2, TRAINING), (3, ENDING)]
