@@ -1,0 +1,98 @@
+"""`tenuto simulate`: what failures cost a training on many machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tenuto.cli.console import options, output
+from tenuto.cli.console.help_text import examples
+from tenuto.errors import UsageError
+
+if TYPE_CHECKING:
+    from tenuto.policy.rehearsal import Job, Outcome
+
+EXAMPLES = examples(
+    "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54 --stall 0.2 --persist 10",
+    "tenuto simulate --mtbf 10m --memory 10s --memory-restart 5s --days 3",
+)
+
+
+def simulate(
+    *,
+    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Between failures of the whole job.")] = "3.09h",
+    days: Annotated[float, typer.Option(metavar="N", help="Of useful work.")] = 30.0,
+    gpus: Annotated[int, typer.Option(metavar="N", help="For what it comes to in their hours.")] = 1,
+    stall: Annotated[str, typer.Option(metavar="TIME", help="That a save blocks training for.")] = "0.2s",
+    persist: Annotated[str, typer.Option(metavar="TIME", help="Until it is durable.")] = "10s",
+    slowdown: Annotated[float, typer.Option(metavar="SHARE", help="Of training meanwhile.")] = 0.0,
+    restart: Annotated[str, typer.Option(metavar="TIME", help="From a failure to the next step.")] = "60s",
+    save: Annotated[str, typer.Option(metavar="TIME", help="Between saves; else the optimum.")] = "",
+    memory: Annotated[str, typer.Option(metavar="TIME", help="Between states kept in memory.")] = "",
+    memory_stall: Annotated[str, typer.Option(metavar="TIME", help="What one of them costs.")] = "0s",
+    memory_restart: Annotated[str, typer.Option(metavar="TIME", help="From there.")] = "5s",
+    node_share: Annotated[float, typer.Option(metavar="SHARE", help="Of failures that lose a node.")] = 0.25,
+    shape: Annotated[float, typer.Option(metavar="K", help="Weibull shape of failures.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="For the times of failures.")] = 0,
+    json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Find out what failures will cost a long training on many machines.
+
+    Simulates it failure by failure: work, saves, what is lost, and restarts. Take the times from `tenuto bench` and
+    your own training's `stats`. The effective training time ratio is useful work per time.
+    """
+    from tenuto.cli.commands.run import duration
+    from tenuto.policy.interval import SaveCosts
+    from tenuto.policy.rehearsal import Job
+    from tenuto.policy.rehearsal import simulate as simulated
+
+    def time_of(text: str, name: str) -> float:
+        return 0.0 if text in ("0", "0s") else duration(text, name)
+
+    if gpus < 1:
+        raise UsageError(f"--gpus {gpus} makes no sense", subject="--gpus", hint="--gpus 1024")
+    job = Job(
+        work_s=days * 86_400,
+        mtbf_s=duration(mtbf, "--mtbf"),
+        costs=SaveCosts(time_of(stall, "--stall"), time_of(persist, "--persist"), slowdown),
+        restart_s=time_of(restart, "--restart"),
+        save_s=duration(save, "--save") if save else None,
+        shape=shape,
+        memory_s=duration(memory, "--memory") if memory else None,
+        memory_stall_s=time_of(memory_stall, "--memory-stall"),
+        memory_restart_s=time_of(memory_restart, "--memory-restart"),
+        node_share=node_share,
+    )
+    found = simulated(job, seed)
+    if json:
+        output.document("simulate", {**asdict(found), "ettr": found.ettr, "gpus": gpus, "seed": seed})
+    else:
+        _show(job, found, gpus)
+
+
+def _show(job: Job, found: Outcome, gpus: int) -> None:
+    from tenuto.policy.interval import waste
+    from tenuto.units import count, seconds
+
+    def row(name: str, value_s: float) -> tuple[str, str]:
+        hours = f", {value_s * gpus / 3600:,.0f} GPU hours" if gpus > 1 else ""
+        return name, f"{value_s / found.elapsed_s:8.3%}  {seconds(value_s)}{hours}"
+
+    per_day = found.failures / (found.elapsed_s / 86_400)
+    memory = f", {found.from_memory:,} of them back from memory" if job.memory_s is not None else ""
+    rows = [
+        row("useful work", found.work_s),
+        row("saving", found.saving_s),
+        row("lost and done again", found.lost_s),
+        row("down", found.down_s),
+        ("failures", f"{count(found.failures, 'failure')}, {per_day:.1f} a day{memory}"),
+        ("saves", f"after each {seconds(found.between_saves_s)} of work"),
+    ]
+    if job.memory_s is None and job.shape == 1:
+        expected = 1 - waste(found.between_saves_s, job.costs, job.mtbf_s, job.restart_s)
+        rows.append(("expected", f"{expected:8.3%}  by the closed form, without chance"))
+    output.line(f"effective training time ratio {found.ettr:.4f}")
+    output.line(output.rows(rows))

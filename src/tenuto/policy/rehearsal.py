@@ -1,0 +1,160 @@
+"""A training of weeks on thousands of machines, failure by failure, without the machines: what failures cost.
+
+Time passes from failure to failure. Between two of them training saves every so often; a failure sends it back to the
+newest state that survives it, after a pause. Nothing is drawn but when failures come and whether they take a node with
+them, so a simulation of months takes a moment.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from tenuto.errors import UsageError
+from tenuto.policy.interval import SaveCosts, interval
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training and what happens to it. Times in seconds.
+
+    work_s: useful work to do. mtbf_s: between failures of the whole job. shape: of the Weibull distribution of the
+    times between them, 1 for failures without memory. costs: of a save to the store. save_s: work between saves; None: the
+    optimum. restart_s: from a failure to where training continues from the store.
+    memory_s: work between states kept in memory, None without. memory_stall_s: what one costs. memory_restart_s: from a
+    failure to where training continues from memory. node_share: of failures that take a node's memory with them.
+    """
+
+    work_s: float
+    mtbf_s: float
+    costs: SaveCosts
+    restart_s: float
+    save_s: float | None = None
+    shape: float = 1.0
+    memory_s: float | None = None
+    memory_stall_s: float = 0.0
+    memory_restart_s: float = 0.0
+    node_share: float = 0.25
+
+    @property
+    def between_saves_s(self) -> float:
+        """Work between two saves to the store. With states in memory only lost nodes need one."""
+        if self.save_s is not None:
+            return self.save_s
+        needing = self.mtbf_s / self.node_share if self.memory_s is not None and self.node_share > 0 else self.mtbf_s
+        return interval(self.costs, needing)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Where the time of a training went, in seconds: `elapsed_s` is the sum of the others."""
+
+    elapsed_s: float
+    work_s: float
+    saving_s: float
+    """Stalls for saves and states in memory, and what saves slow down."""
+    lost_s: float
+    """Work that had to be done again."""
+    down_s: float
+    failures: int
+    from_memory: int
+    """Failures after which training continued from memory."""
+    between_saves_s: float
+
+    @property
+    def ettr(self) -> float:
+        """The effective training time ratio: useful work per time, 0 to 1."""
+        return self.work_s / self.elapsed_s
+
+
+def simulate(job: Job, seed: int = 0, *, most_failures: int = 1_000_000) -> Outcome:
+    """Simulates the job to its end. Raises UsageError for numbers that make no sense, and for a job that does not come
+    to its end within `most_failures`."""
+    _check(job)
+    source = random.Random(seed)
+    scale = job.mtbf_s / math.gamma(1 + 1 / job.shape)
+    step = _Step.of(job)
+    done = elapsed = saving = lost = down = 0.0
+    failures = from_memory = 0
+    while True:
+        up_s = source.weibullvariate(scale, job.shape)
+        left = job.work_s - done
+        if step.time_for(left) <= up_s:
+            spent = step.time_for(left)
+            return Outcome(
+                elapsed + spent, job.work_s, saving + spent - left, lost, down, failures, from_memory, step.work_s
+            )
+        if failures >= most_failures:
+            raise UsageError(
+                f"after {failures:,} failures {done / job.work_s:.1%} of the work is done: it does not end",
+                hint="fewer failures, cheaper saves or faster restarts",
+            )
+        failures += 1
+        worked = step.work_in(up_s)
+        with_node = job.memory_s is None or source.random() < job.node_share
+        kept = min(step.durable_in(up_s) if with_node else step.in_memory(worked), worked)
+        pause = job.restart_s if with_node else job.memory_restart_s
+        while (again := source.weibullvariate(scale, job.shape)) < pause:  # it fails while it comes back
+            down, elapsed, failures = down + again, elapsed + again, failures + 1
+        from_memory += not with_node
+        saving += up_s - worked
+        lost += worked - kept
+        down += pause
+        elapsed += up_s + pause
+        done += kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A stretch of work and the save at its end, as it repeats between two failures."""
+
+    work_s: float
+    pace: float
+    """Time for a second of work, states in memory included."""
+    after_s: float
+    """What the save at the end takes of training, its slowdown included."""
+    persist_s: float
+    memory_s: float
+
+    @classmethod
+    def of(cls, job: Job) -> _Step:
+        pace = 1.0 if job.memory_s is None else 1 + job.memory_stall_s / job.memory_s
+        return cls(job.between_saves_s, pace, job.costs.cost_s, job.costs.persist_s, job.memory_s or 0.0)
+
+    @property
+    def whole_s(self) -> float:
+        return self.work_s * self.pace + self.after_s
+
+    def time_for(self, work_s: float) -> float:
+        """Returns how long so much work takes without a failure. What is done at the end needs no save."""
+        saves = max(math.ceil(work_s / self.work_s) - 1, 0)
+        return work_s * self.pace + saves * self.after_s
+
+    def work_in(self, time_s: float) -> float:
+        whole = math.floor(time_s / self.whole_s)
+        rest = time_s - whole * self.whole_s
+        return whole * self.work_s + min(rest / self.pace, self.work_s)
+
+    def durable_in(self, time_s: float) -> float:
+        """Returns the work up to the newest save that was durable after that time."""
+        if time_s < self.persist_s:
+            return 0.0
+        return math.floor((time_s - self.persist_s + 1e-9) / self.whole_s) * self.work_s
+
+    def in_memory(self, worked_s: float) -> float:
+        return math.floor(worked_s / self.memory_s) * self.memory_s if self.memory_s > 0 else worked_s
+
+
+def _check(job: Job) -> None:
+    for name, value in (("work", job.work_s), ("time between failures", job.mtbf_s), ("Weibull shape", job.shape)):
+        if not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"the {name} of a job is finite and above 0, not {value:g}")
+    if job.save_s is not None and job.save_s <= 0:
+        raise UsageError(f"there must be work between two saves, not {job.save_s:g} s")
+    if job.memory_s is not None and job.memory_s <= 0:
+        raise UsageError(f"there must be work between two states in memory, not {job.memory_s:g} s")
+    if not 0 <= job.node_share <= 1:
+        raise UsageError(f"the share of failures that take a node is 0 to 1, not {job.node_share:g}")
+    if min(job.restart_s, job.memory_restart_s, job.memory_stall_s, job.costs.stall_s, job.costs.persist_s) < 0:
+        raise UsageError("times are not below 0")

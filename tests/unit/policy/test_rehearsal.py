@@ -1,0 +1,91 @@
+"""Simulated trainings against the closed form, an independent simulation step by step, and published settings."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.errors import UsageError
+from tenuto.policy.interval import SaveCosts, waste
+from tenuto.policy.rehearsal import Job, simulate
+
+HOUR, DAY = 3600.0, 86_400.0
+
+
+@pytest.mark.parametrize("mtbf_s", [600.0, 3.09 * HOUR, DAY])
+@pytest.mark.parametrize("costs", [SaveCosts(0.2, 10), SaveCosts(30), SaveCosts(5, 20, 0.1)])
+def test_it_comes_to_what_the_closed_form_says(mtbf_s: float, costs: SaveCosts) -> None:
+    job = Job(work_s=20_000 * mtbf_s, mtbf_s=mtbf_s, costs=costs, restart_s=60)
+    expected = 1 - waste(job.between_saves_s, costs, mtbf_s, job.restart_s)
+    assert simulate(job, 1).ettr == pytest.approx(expected, abs=0.006)
+
+
+def step_by_step(job: Job, seed: int) -> float:
+    """The same second by second, knowing no formula: the time that the work takes."""
+    source = random.Random(seed)
+    scale = job.mtbf_s / math.gamma(1 + 1 / job.shape)
+    done, elapsed = 0, 0.0
+    while True:
+        fails = source.weibullvariate(scale, job.shape)
+        now, at, durable, pending = 0.0, done, done, []
+        while at < job.work_s:
+            if now + 1 > fails:
+                break
+            now, at = now + 1, at + 1
+            if (at - done) % job.between_saves_s == 0 and at < job.work_s:
+                if now + job.costs.stall_s > fails:
+                    break
+                now += job.costs.stall_s
+                pending.append((now + job.costs.persist_s, at))
+        else:
+            return elapsed + now
+        durable = max([step for ready, step in pending if ready <= fails], default=done)
+        pause = job.restart_s
+        while (again := source.weibullvariate(scale, job.shape)) < pause:
+            elapsed += again
+        elapsed += fails + pause
+        done = durable
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 1000), st.integers(5, 40), st.integers(0, 3), st.integers(0, 30), st.sampled_from([0.7, 1.0]))
+def test_it_is_the_training_second_by_second(
+    seed: int, save_s: int, stall_s: int, persist_s: int, shape: float
+) -> None:
+    costs = SaveCosts(stall_s, persist_s)
+    job = Job(work_s=3000, mtbf_s=300, costs=costs, restart_s=7, save_s=save_s, shape=shape)
+    assert simulate(job, seed).elapsed_s == pytest.approx(step_by_step(job, seed), abs=1e-6)
+
+
+def test_the_parts_are_the_whole() -> None:
+    job = Job(30 * DAY, 2 * HOUR, SaveCosts(1, 20, 0.2), 120, memory_s=10, memory_stall_s=0.02, memory_restart_s=8)
+    found = simulate(job, 3)
+    assert found.work_s + found.saving_s + found.lost_s + found.down_s == pytest.approx(found.elapsed_s)
+    assert 0.7 < found.from_memory / found.failures < 0.8
+
+
+def test_published_settings_reach_what_is_aimed_at() -> None:
+    llama3 = Job(54 * DAY, 3.09 * HOUR, SaveCosts(0.2, 10), 60)
+    assert simulate(llama3, 0).ettr >= 0.985
+    every_ten_minutes = Job(10 * DAY, 600, SaveCosts(0.2, 10), 60, memory_s=5, memory_restart_s=5, node_share=0.1)
+    assert simulate(every_ten_minutes, 0).ettr >= 0.97
+
+
+def test_a_job_that_never_ends_and_numbers_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="it does not end"):
+        simulate(Job(DAY, 1, SaveCosts(5, 50), 1, save_s=60), most_failures=1000)
+    for wrong in (
+        Job(0, 1, SaveCosts(1), 1),
+        Job(1, math.inf, SaveCosts(1), 1),
+        Job(1, 1, SaveCosts(1), -1),
+        Job(1, 1, SaveCosts(1), 1, save_s=0),
+        Job(1, 1, SaveCosts(1), 1, memory_s=0),
+        Job(1, 1, SaveCosts(1), 1, node_share=2),
+        Job(1, 1, SaveCosts(1), 1, shape=0),
+    ):
+        with pytest.raises(UsageError):
+            simulate(wrong)
