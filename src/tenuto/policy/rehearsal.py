@@ -19,8 +19,8 @@ from tenuto.policy.interval import SaveCosts, interval
 class Job:
     """A training and what happens to it. Times in seconds.
 
-    work_s: useful work to do. mtbf_s: between failures of the whole job. shape: of the Weibull distribution of the
-    times between them, 1 for failures without memory. costs: of a save to the store. save_s: work between saves; None: the
+    work_s: useful work to do. mtbf_s: between failures of the whole job. shape: of the Weibull distribution of times
+    between them, 1 for failures without memory. costs: of a save to the store. save_s: work between saves; None: the
     optimum. restart_s: from a failure to where training continues from the store.
     memory_s: work between states kept in memory, None without. memory_stall_s: what one costs. memory_restart_s: from a
     failure to where training continues from memory. node_share: of failures that take a node's memory with them.
