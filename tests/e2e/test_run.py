@@ -208,3 +208,26 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2 and "there is no program no-such-program" in done.stderr
+
+
+def test_a_rehearsal_kills_and_stops_and_comes_to_the_same_end(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import numpy as np, tenuto, time
+from tenuto import every
+state = {"w": np.zeros(100)}
+with tenuto.Checkpointer("ckpts", state, save=every(steps=20), memory=every(steps=1)) as ckpt:
+    for step in ckpt.steps(400):
+        state["w"] += step
+        time.sleep(0.01)
+print(state["w"][0])
+""")
+    options = ["--at", "1s:kill,4s:stop", "--hang", "4s", "--journal", "journal.jsonl", "--json"]
+    done = subprocess.run(
+        [*TENUTO, "chaos", *options, "--", sys.executable, "train.py"], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": SRC}, capture_output=True, text=True, check=True, timeout=100,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert f"{float(sum(range(400)))}\n" in done.stderr
+    assert [one["kind"] for one in found["injected"]] == ["kill", "stop"]
+    assert [one["kind"] for one in found["starts"]] == ["killed", "hung", "finished"], done.stderr
+    assert 0 < found["lost_s"] < found["elapsed_s"]

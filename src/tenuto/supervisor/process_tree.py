@@ -59,6 +59,11 @@ class ProcessTree:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
+    def strike(self, pid: int, number: int) -> None:
+        """Sends a signal to one process below this one; one that has just ended is left alone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
     def descendants(self) -> list[int]:
         """Returns the process ids below this process: the command's, and those that have lost their parent."""
         found, left = [], _children(os.getpid())

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Final
 
 from tenuto.errors import StoreError, UsageError
+from tenuto.supervisor.chaos import Injector
 from tenuto.supervisor.decide import Ending, Kind, Limits, decide, silence_allowed, silence_words
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans, memory_kills
@@ -56,6 +57,7 @@ class Account:
     reason: str
     endings: tuple[Ending, ...]
     lost_s: float
+    elapsed_s: float
     step: int | None
     journal: str | None
 
@@ -77,6 +79,7 @@ class Supervisor:
     at_end: Callable[[], str | None] = lambda: None
     """Called when the training has failed for good; returns what was saved of it, in words."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    injector: Injector | None = None
     quiet_stdout: bool = False
     """Whether the command's stdout goes to stderr."""
     _asked: list[int] = field(default_factory=list)
@@ -118,7 +121,7 @@ class Supervisor:
         step = self._reached or None
         self.journal.write("ended", status=status, reason=reason, lost_s=round(self._lost_s, 3), step=step, saved=saved)
         path = None if self.journal.path is None else str(self.journal.path)
-        return Account(status, reason, tuple(endings), self._lost_s, step, path)
+        return Account(status, reason, tuple(endings), self._lost_s, time.monotonic() - began_s, step, path)
 
     def _save_what_is_left(self) -> str | None:
         try:
@@ -182,6 +185,8 @@ class Supervisor:
                 self.report(f"the deadline of {seconds(deadline_s)} has come: it is asked to leave")
                 self._asked.append(signal.SIGTERM)
                 tree.signal(signal.SIGTERM)
+            if self.injector is not None:
+                self._strike(tree, beats, now_s - began_s)
             if now_s - looked_s < WATCH_S:
                 continue
             looked_s = now_s
@@ -191,6 +196,13 @@ class Supervisor:
                 self._note_stacks(tree, evidence)
                 return evidence
         return None
+
+    def _strike(self, tree: ProcessTree, beats: Path, since_s: float) -> None:
+        assert self.injector is not None
+        training = [beat.pid for beat in read_beats(beats) if beat.phase not in (STARTING, ENDING) and beat.step]
+        struck = self.injector.strike(since_s, tree, training)
+        if struck is not None:
+            self.journal.write("injected", kind=struck[0].kind, due_s=round(struck[0].at_s, 3), pid=struck[1])
 
     def _note_progress(self, steps: _Steps) -> None:
         """Counts the time since the last death as lost once there is a step that nobody had come to before."""

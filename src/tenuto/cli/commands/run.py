@@ -70,7 +70,7 @@ def run(
     except PermissionError:
         raise UsageError(f"{command[0]} cannot be run: permission denied", subject=command[0]) from None
     if json:
-        output.document("run", _document(account))
+        output.document("run", document_of(account))
     elif account.restarts or account.status:
         _said(summary(account))
         _said(f"journal: {account.journal}")
@@ -116,7 +116,7 @@ def duration(text: str, name: str) -> float:
     return value
 
 
-def _document(account: Account) -> dict[str, Any]:
+def document_of(account: Account) -> dict[str, Any]:
     return {
         "status": account.status,
         "reason": account.reason,

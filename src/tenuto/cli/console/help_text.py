@@ -47,7 +47,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "keep": ("tag", "keep", "rm", "undelete", "gc", "replicate", "promote"),
     "memory": ("flush", "memory"),
     "seal": ("key", "sign"),
-    "run": ("run", "simulate"),
+    "run": ("run", "chaos", "simulate"),
     "try": ("certify", "bench", "probe", "demo"),
 }
 """The commands, as `tenuto --help` groups them."""
