@@ -231,3 +231,33 @@ print(state["w"][0])
     assert [one["kind"] for one in found["injected"]] == ["kill", "stop"]
     assert [one["kind"] for one in found["starts"]] == ["killed", "hung", "finished"], done.stderr
     assert 0 < found["lost_s"] < found["elapsed_s"]
+
+
+def test_a_rank_that_its_launcher_has_replaced_is_not_waited_for(tmp_path: Path) -> None:
+    script = """
+import os, pathlib, time
+from tenuto.telemetry.heartbeat import Heartbeat
+if (pid := os.fork()) == 0:
+    Heartbeat.from_environment(1).beat(1)
+    os._exit(0)
+os.waitpid(pid, 0)
+beats = Heartbeat.from_environment(0)
+for step in range(1, 60):
+    beats.beat(step)
+    time.sleep(0.1)
+"""
+    done = finished(tmp_path, script, "--hang", "2s", "--json")
+    assert json.loads(done.stdout)["restarts"] == 0, done.stderr
+
+
+def test_one_that_hangs_and_leaves_with_status_zero_has_still_failed(tmp_path: Path) -> None:
+    script = """
+import signal, sys, time
+from tenuto.telemetry.heartbeat import Heartbeat
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+Heartbeat.from_environment(0).beat(1)
+time.sleep(1000)
+"""
+    done = finished(tmp_path, script, "--hang", "1s", "--in-vain", "1", "--restarts", "0", "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["starts"][0]["kind"]) == (124, "hung")

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,10 @@ WATCH_S: Final = 0.5
 PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LEAVING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 """Signals after which the training is expected to end."""
+HUNG_GRACE_S: Final = 10.0
+"""For one that hangs: most that can still leave do so at once."""
+STATUS_HUNG: Final = 124
+"""The status of one that was ended because it hung, and left with status 0."""
 RECENT_STEPS: Final = 50
 STACKS_S: Final = 10.0
 
@@ -68,8 +72,7 @@ class Account:
 
 @dataclass
 class Supervisor:
-    """Runs one command to its end. `report` gets each line for people; `before_start` runs before each start, and what
-    it raises of the store is reported."""
+    """Runs one command to its end. `report` gets each line for people."""
 
     command: Sequence[str]
     limits: Limits
@@ -151,8 +154,10 @@ class Supervisor:
                 raise AssertionError("it is neither hung nor has it ended")
             steps.take(list(read_beats(beats)), time.monotonic())
             self._note_progress(steps)
-            tree.end(self.watch.grace_s)
+            tree.end(self.watch.grace_s if hung is None else min(self.watch.grace_s, HUNG_GRACE_S))
             code = tree.wait(0)
+            if hung is not None and not code:
+                code = STATUS_HUNG
             ended_s = time.monotonic()
         kind, evidence = self._kind(-9 if code is None else code, hung, memory_kills() > kills)
         new = steps.newest is not None and steps.newest > self._reached
@@ -190,7 +195,7 @@ class Supervisor:
             if now_s - looked_s < WATCH_S:
                 continue
             looked_s = now_s
-            steps.take(list(read_beats(beats)), now_s)
+            steps.take(_of_the_living(read_beats(beats)), now_s)
             self._note_progress(steps)
             if left_s is None and (evidence := self._hung(steps, now_s)) is not None:
                 self._note_stacks(tree, evidence)
@@ -300,6 +305,13 @@ class _Steps:
             self.newest, self.last_s = slowest.step, slowest.at_s
         elif self.phase in (STARTING, ENDING):
             self.last_s = now_s
+
+
+def _of_the_living(beats: Iterable[Beat]) -> list[Beat]:
+    """Returns the beats of processes that live: a launcher may have replaced some, by fewer. All of them where none is
+    found, as in another pid namespace."""
+    every = list(beats)
+    return [beat for beat in every if Path(f"/proc/{beat.pid}").exists()] or every
 
 
 def summary(account: Account) -> str:
