@@ -50,12 +50,13 @@ def dependents(repo: Repo, id: CheckpointId, finished: Finished) -> list[Depende
 def _refs(repo: Repo, id: CheckpointId) -> Iterator[Dependent]:
     for ref in list_refs(repo):
         if ref.id == id:
-            way = (
-                typed("tenuto", "tag", repo.url, ref.name, "--delete")
-                if ref.kind == "tag"
-                else f"clear the {ref.kind} first"
-            )
-            yield Dependent(f"{ref.kind} {ref.name!r} names it", way)
+            if ref.kind == "tag":
+                yield Dependent(f"tag {ref.name!r} names it", typed("tenuto", "tag", repo.url, ref.name, "--delete"))
+                continue
+            hold = ["--hold"] if ref.kind == "hold" else []
+            why = f": {ref.reason}" if ref.reason else ""
+            way = typed("tenuto", "pin", repo.url, id, *hold, "--remove")
+            yield Dependent(f"it is {'on hold' if hold else 'pinned'}{why}", way)
 
 
 def _run(repo: Repo, run: str, id: CheckpointId, finished: Finished) -> Iterator[Dependent]:

@@ -227,12 +227,14 @@ class Columns:
         wraps between words.
     right: titles of right-aligned columns.
     dispensable: titles of columns to drop, in this order, while a row is wider than the terminal.
+    continued: by the text of a row's first cell, what stands in that column where the row takes several lines.
     """
 
     titles: tuple[str, ...]
     right: frozenset[str] = frozenset()
     dispensable: tuple[str, ...] = ()
     rows: list[tuple[tuple[str, ...], Style]] = field(default_factory=list)
+    continued: dict[str, str] = field(default_factory=dict)
 
     def add(self, *texts: str, style: Style = "") -> None:
         assert len(texts) == len(self.titles)
@@ -251,9 +253,10 @@ class Columns:
         out = []
         for texts, style in [(self.titles, ""), *self.rows]:
             lead = "".join(self._cell(texts[place], place) + GAP for place in first)
+            below = padded(self.continued.get(texts[0], ""), before)
             parts = wrap(texts[last], limit - before) if self._wraps(last) else [self._cell(texts[last], last)]
             for number, part in enumerate(parts):
-                text = f"{' ' * before if number else lead}{part.replace(TOGETHER, ' ')}".rstrip()
+                text = f"{below if number else lead}{part.replace(TOGETHER, ' ')}".rstrip()
                 out.append(indent + styled(text, style, sys.stdout))
         return out
 

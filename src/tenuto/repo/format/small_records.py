@@ -50,6 +50,8 @@ def encode_attempt(record: AttemptRecord, repository: str) -> bytes:
         attempt_name(record.run, record.number),
         {
             "attempt": record.number,
+            **({"by": record.by} if record.by else {}),
+            **({"reason": record.reason} if record.reason else {}),
             **({} if record.before is None else {"before": {"attempt": record.before[0], "step": record.before[1]}}),
             "created": record.created,
             "id": record.id,
@@ -68,9 +70,9 @@ def decode_attempt(data: bytes, run: str, number: int, repository: str) -> Attem
         raise found.refuse("names another attempt than its own")
     parent = found.checkpoint("parent")
     check_parent(parent, run, number, found)
-    return AttemptRecord(
-        run, number, found.hex("id", 32), parent, read_owner(found), found.text("created"), _before(found)
-    )
+    by, reason = (found.text(name) if name in found.values else "" for name in ("by", "reason"))
+    owner, created, before = read_owner(found), found.text("created"), _before(found)
+    return AttemptRecord(run, number, found.hex("id", 32), parent, owner, created, before, by, reason)
 
 
 def _before(found: Fields) -> tuple[int, int] | None:
