@@ -89,12 +89,12 @@ def compare(repo: Repo, ids: Sequence[CheckpointId], selector: BestSelector | No
     ids = list(dict.fromkeys(ids))
     read: dict[CheckpointId, tuple[Manifest, Measured]] = {}
 
-    def look(id: CheckpointId) -> None:
+    def read_one(id: CheckpointId) -> None:
         manifest, noted = repo.manifest(id), notes(repo, id, report=ignore)
         metrics = with_notes(manifest.metrics, noted)
         read[id] = manifest, Measured(id, metrics, verification_of(noted) == "suspect", modes_of(manifest))
 
-    parallel_for(look, ids, threads_for(repo).read)
+    parallel_for(read_one, ids, threads_for(repo).read)
     measured = [read[id][1] for id in ids]
     best = _best(measured, selector)
     settings = {id: settings_of(read[id][0]) for id in ids}

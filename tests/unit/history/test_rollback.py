@@ -1,0 +1,197 @@
+"""Rollback and fork: what `latest` means then, what the next training does, and every way in which they refuse."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import tenuto
+from support.memory_training import live, shared_memory
+from tenuto.crashpoints import armed
+from tenuto.errors import CheckpointNotFound, CorruptionError, RunInUse, Superseded, UsageError
+from tenuto.history import fork, rollback
+from tenuto.maintenance import flush, retention
+from tenuto.model.canonical_json import loads
+from tenuto.model.ids import CheckpointId
+from tenuto.policy import keep
+from tenuto.repo.format import objects
+from tenuto.repo.ownership.claim import claim
+
+
+def at(attempt, step, run="main"):
+    return CheckpointId(run, attempt, step)
+
+
+def resumed(where, run="main", **options):
+    with tenuto.Checkpointer(where, {"x": np.zeros(3, np.float32), "lr": 0.0}, run=run, sinks=[], **options) as ckpt:
+        return ckpt.restore().checkpoint.id
+
+
+def test_latest_means_it_from_then_on_and_training_resumes_there_without_any_argument(where, repository, train):
+    train([1, 2, 3])
+    plan = repository.rollback(1, reason="diverged")
+    assert (plan.to, plan.before, plan.left) == (at(1, 1), at(1, 3), (at(1, 3), at(1, 2)))
+    assert repository.latest() == at(1, 1)
+    assert tenuto.load(where).checkpoint.id == at(1, 1)
+    record = repository.repo.attempt("main", 2)
+    assert (record.parent, record.by, record.reason) == (at(1, 1), "rollback", "diverged")
+    assert resumed(where) == at(1, 1)
+    train([2])
+    assert list(repository.walk()) == [at(3, 2), at(1, 1)]
+    assert len(repository.checkpoints()) == 4, "nothing is removed"
+
+
+def test_a_line_that_was_left_behind_can_be_rolled_back_to(repository, train):
+    train([1, 2, 3])
+    repository.rollback(1)
+    train([2])
+    plan = repository.rollback("a0001/3")
+    assert (plan.left, plan.back) == ((at(3, 2),), (at(1, 3), at(1, 2)))
+    assert list(repository.walk()) == [at(1, 3), at(1, 2), at(1, 1)]
+
+
+def test_what_is_left_behind_is_retentions_by_its_rules_and_a_pin_keeps_it(repository, train):
+    train([1, 2, 3, 4])
+    repository.rollback(1)
+    repository.pin(2)
+    repository.hold(3)
+    train([5, 6])
+    _, removed = retention.retain(repository.repo, "main", keep.latest(1), grace="none")
+    assert set(removed) == {at(1, 1), at(1, 4), at(3, 5)}
+    assert set(repository.checkpoints()) == {at(3, 6), at(1, 3), at(1, 2)}
+
+
+def test_it_refuses_a_run_that_is_in_use_and_names_the_owner(repository, train):
+    train([1, 2])
+    held = claim(repository.repo, "main", at(1, 2))
+    with pytest.raises(RunInUse, match="in use") as caught:
+        repository.rollback(1)
+    assert "tenuto rollback" in caught.value.hint
+    held.release()
+    assert repository.rollback(1).to == at(1, 1)
+
+
+def test_it_refuses_a_damaged_checkpoint_unless_forced(repository, train):
+    train([1, 2])
+    store = repository.repo.store
+    name = f"{at(1, 1).directory}/rank-00000.index"
+    store.delete([name])
+    with pytest.raises(CorruptionError, match="a0001/1 is damaged"):
+        repository.rollback(1)
+    with pytest.raises(CorruptionError):
+        repository.fork(1, "warm")
+    assert (repository.latest(), repository.runs()) == (at(1, 2), ["main", "unused"])
+    assert "forced" in str(repository.rollback(1, force=True))
+    assert repository.latest() == at(1, 1)
+
+
+def test_it_refuses_what_another_process_has_committed_since_the_plan(repository, train):
+    train([1, 2])
+    plan = rollback.plan_rollback(repository.repo, "main", at(1, 1))
+    train([3])
+    with pytest.raises(Superseded, match="a0002/3 by now"):
+        rollback.execute(repository.repo, plan)
+    assert repository.latest() == at(2, 3)
+
+
+def test_it_refuses_what_is_not_of_the_run(repository, train):
+    train([1])
+    train([1], "other")
+    with pytest.raises(CheckpointNotFound, match="not on its line") as caught:
+        repository.rollback(at(1, 1, "other"))
+    assert "tenuto fork" in caught.value.hint
+    with pytest.raises(CheckpointNotFound, match="nearest"):
+        repository.rollback(7)
+    with pytest.raises(UsageError, match="1,000"):
+        repository.rollback(1, reason="x" * 1001)
+
+
+class Died(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize("what", ["rollback", "fork"])
+def test_killed_in_the_middle_it_has_happened_or_not(repository, train, what):
+    train([1, 2])
+
+    def die():
+        raise Died
+
+    with armed("attempt claimed", die), pytest.raises(Died):
+        repository.rollback(1) if what == "rollback" else repository.fork(1, "warm")
+    run = "main" if what == "rollback" else "warm"
+    assert repository.latest(run) == at(1, 1)
+    train([5], run)
+    assert list(repository.walk(run))[1] == at(1, 1)
+
+
+def test_a_fork_shares_its_bytes_and_keeps_what_it_began_with(where, repository, train):
+    train([1, 2, 3])
+    objects_before = sum(1 for _ in repository.repo.store.walk("runs"))
+    repository.fork(2, "warm")
+    added = [entry.name for entry in repository.repo.store.walk("runs/warm")]
+    assert sum(1 for _ in repository.repo.store.walk("runs")) == objects_before + len(added)
+    assert not any("safetensors" in name for name in added)
+    retention.retain(repository.repo, "main", keep.latest(1), grace="none")
+    assert set(repository.checkpoints()) == {at(1, 2), at(1, 3)}
+    assert resumed(where, "warm") == at(1, 2)
+    train([4], "warm")
+    retention.retain(repository.repo, "main", keep.latest(1), grace="none")
+    assert repository.checkpoints() == [at(1, 3)]
+    assert tenuto.load(where, run="warm").checkpoint.step == 4
+
+
+def test_a_fork_needs_a_name_of_its_own(repository, train):
+    train([1])
+    for name in ("main", "MAIN", "no/name"):
+        with pytest.raises(UsageError):
+            repository.fork(1, name)
+    plan = fork.plan_fork(repository.repo, at(1, 1), "warm")
+    repository.fork(1, "warm")
+    with pytest.raises(UsageError, match="already"):
+        fork.execute(repository.repo, plan)
+
+
+def test_a_rollback_of_a_fork_to_what_it_began_with(repository, train):
+    train([1, 2])
+    repository.fork(2, "warm")
+    train([3], "warm")
+    assert repository.rollback(at(1, 1), run="warm").left == (at(2, 3, "warm"), at(1, 2))
+    assert (repository.latest("warm"), repository.latest()) == (at(1, 1), at(1, 2))
+
+
+def test_an_encoded_run_is_rolled_back_and_saved_to_again(where, repository):
+    def go(steps, at):
+        state = {"x": np.arange(70_000.0)}
+        with tenuto.Checkpointer(where, state, encoding="small", save=tenuto.every(steps=1), sinks=[]) as ckpt:
+            for step in ckpt.steps(steps):
+                state["x"][at + step] = -1
+
+    go(3, 0)
+    repository.rollback(1)
+    go(2, 100)
+    assert list(np.flatnonzero(tenuto.load(where).state["x"] == -1)) == [0, 101]
+
+
+def test_records_without_the_new_fields_are_read_and_unknown_ones_passed_over(repository, train):
+    train([1])
+    name = "runs/main/a0001/attempt.json"
+    data = repository.repo.store.get(name, limit=objects.SMALL)
+    found = loads(data)
+    assert "by" not in found and "reason" not in found, "a training's claim is what it was"
+    assert (repository.repo.attempt("main", 1).by, repository.repo.attempt("main", 1).reason) == ("", "")
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no shared memory")
+def test_an_image_in_memory_is_not_adopted_over_a_rollback(tmp_path):
+    where = tmp_path / "ckpts"
+    with shared_memory():
+        assert live(where, kill=15).killed
+        repository = tenuto.Repository(where)
+        assert repository.latest() == at(1, 10), "and step 15 lies in memory"
+        assert flush.plan_flush(repository.repo, "main") is not None
+        repository.rollback(10)
+        life = live(where, 20)
+        assert (life.began, life.status) == (10, 0)
