@@ -27,6 +27,8 @@ SHORT: Final = 200
 """Characters of a text that counts as a setting."""
 _RECORDED: Final = ("settings", "versions", "code")
 """What of a certificate is about the code and where it ran."""
+_OPTIMIZER: Final = frozenset({"state", "param_groups"})
+"""The entries of what an optimizer's `state_dict` returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +171,10 @@ def _plain(node: Json, path: str) -> Iterator[tuple[str, Any]]:
     if kind == "bypath":
         return
     below = children(node, path)
+    names = {where.rpartition("/")[2] for where, _ in below}
     for where, child in below:
-        yield from _plain(child, where)
+        if not (names >= _OPTIMIZER and where.endswith("/state")):
+            yield from _plain(child, where)
     if below or kind in ("module", "random", "generator", "nprandom", "prngkey"):
         return
     value = plain(node)

@@ -55,10 +55,13 @@ class RollbackPlan:
         if self.left:
             first, last = self.left[-1], self.left[0]
             which = str(last) if first == last else f"{first} to {last}"
-            stays = f"{count(len(self.left), 'checkpoint')} left behind: {which}"
-            lines.append(f"  {stays}, until the training's keep drops them; {last} can be rolled back to")
+            lines.append(
+                f"  left behind: {count(len(self.left), 'checkpoint')}, {which}; what the training's keep drops"
+            )
+            lines.append("    of them goes after its next save, the newest and the best into the trash for 24 h")
         if self.back:
-            lines.append(f"  {count(len(self.back), 'checkpoint')} lead to latest again: {self.back[0]} and older")
+            older = f" and {len(self.back) - 1} older" if len(self.back) > 1 else ""
+            lines.append(f"  on the line again: {self.back[0]}{older}")
         if self.reason:
             lines.append(f"  reason: {self.reason}")
         if self.damage:

@@ -24,7 +24,10 @@ EXAMPLES = examples(
 def bisect(
     where: options.Where,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- CMD...]", help="A command to ask.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- CMD...]", help="Exit status 0: does not hold; 125: skip; 1 to 127: holds.", show_default=False
+        ),
     ] = None,
     *,
     run: options.Run = None,

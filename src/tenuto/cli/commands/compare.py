@@ -132,7 +132,7 @@ def _json(found: Comparison) -> dict[str, Any]:
                 "ranks": one.ranks,
                 "metrics": dict(one.metrics),
                 "best": list(one.best),
-                "settings": {path: one.settings.get(path) for path in found.differing},
+                "settings": {path: one.settings[path] for path in found.differing if path in one.settings},
             }
             for one in found.checkpoints
         ],

@@ -148,7 +148,7 @@ def _turn(turn: Turn) -> str:
     from tenuto.units import age
 
     seconds = age_s(turn.created)
-    ago = "" if seconds is None else f" {age(seconds)} ago"
+    ago = "" if seconds is None else f" {age(seconds)} ago".replace(" ", TOGETHER)
     done = "rolled back to" if turn.kind == "rollback" else "forked from"
     return f"{done} {turn.to} by {turn.user}{ago}{f': {turn.reason}' if turn.reason else ''}"
 
