@@ -55,10 +55,10 @@ class RollbackPlan:
         if self.left:
             first, last = self.left[-1], self.left[0]
             which = str(last) if first == last else f"{first} to {last}"
+            lines.append(f"  left behind: {count(len(self.left), 'checkpoint')}, {which}")
             lines.append(
-                f"  left behind: {count(len(self.left), 'checkpoint')}, {which}; what the training's keep drops"
+                "  they stay until the training's keep drops them; the newest and the best then go into the trash"
             )
-            lines.append("    of them goes after its next save, the newest and the best into the trash for 24 h")
         if self.back:
             older = f" and {len(self.back) - 1} older" if len(self.back) > 1 else ""
             lines.append(f"  on the line again: {self.back[0]}{older}")

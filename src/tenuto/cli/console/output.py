@@ -14,7 +14,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
@@ -287,6 +287,11 @@ class Columns:
 
     def _width(self, place: int) -> int:
         return max(cells(self.titles[place]), *(cells(texts[place]) for texts, _ in self.rows), 0)
+
+
+def together(marks: Iterable[str]) -> str:
+    """Joins marks for the last column of a table, which wraps between them, and within one only if it is long."""
+    return ", ".join(mark.replace(" ", TOGETHER) if cells(mark) < NARROWEST else mark for mark in marks)
 
 
 def print_grace_of_trash(where: str) -> None:
