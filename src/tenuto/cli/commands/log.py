@@ -10,7 +10,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository, run_of
-from tenuto.cli.console.output import TOGETHER, Columns, together
+from tenuto.cli.console.output import Columns, together
 from tenuto.errors import MetricNotLogged, UsageError, did_you_mean, typed
 
 if TYPE_CHECKING:
@@ -89,14 +89,13 @@ def _print(found: Timeline, names: Sequence[str]) -> None:
         right=frozenset({"STEP", "AGE", "SIZE", *names}),
         dispensable=("SIZE", *reversed(names[1:]), "AGE", *names[:1]),
     )
-    empty = ("",) * (len(table.titles) - 2)
     turns = list(found.turns)
     for point in found.points:
         while turns and (turns[0].attempt > point.id.attempt or point.id.run != found.run):
-            table.add(graph.between(), *empty, _turn(turns.pop(0)))
+            table.remark(graph.between(), _turn(turns.pop(0)))
         *before, own = graph.point(point)
         for row in before:
-            table.add(row, *empty, "")
+            table.add(row, *[""] * (len(table.titles) - 1))
         seconds = age_s(point.created)
         attempt = attempt_key(point.id.attempt)
         table.add(
@@ -111,7 +110,7 @@ def _print(found: Timeline, names: Sequence[str]) -> None:
         )
         table.continued[own] = graph.between()
     for turn in turns:
-        table.add(graph.between(), *empty, _turn(turn))
+        table.remark(graph.between(), _turn(turn))
     output.line(f"run {found.run}")
     table.print()
     courses = [(name, [value for _, value in found.series(name)]) for name in names]
@@ -148,7 +147,7 @@ def _turn(turn: Turn) -> str:
     from tenuto.units import age
 
     seconds = age_s(turn.created)
-    ago = "" if seconds is None else f" {age(seconds)} ago".replace(" ", TOGETHER)
+    ago = "" if seconds is None else f" {age(seconds)} ago"
     done = "rolled back to" if turn.kind == "rollback" else "forked from"
     return f"{done} {turn.to} by {turn.user}{ago}{f': {turn.reason}' if turn.reason else ''}"
 

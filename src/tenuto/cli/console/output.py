@@ -235,10 +235,18 @@ class Columns:
     dispensable: tuple[str, ...] = ()
     rows: list[tuple[tuple[str, ...], Style]] = field(default_factory=list)
     continued: dict[str, str] = field(default_factory=dict)
+    remarks: dict[int, str] = field(default_factory=dict)
+    """By the number of a row that has a first cell alone: a text that takes all columns beside it."""
 
     def add(self, *texts: str, style: Style = "") -> None:
         assert len(texts) == len(self.titles)
         self.rows.append((tuple(map(clean, texts)), style))
+
+    def remark(self, first: str, text: str) -> None:
+        """Adds a row with a text across all columns but the first."""
+        self.remarks[len(self.rows)] = clean(text)
+        self.continued[first] = first
+        self.add(first, *[""] * (len(self.titles) - 1))
 
     def print(self, indent: str = GAP) -> None:
         """Writes to stdout, in colour if that is a terminal that permits it."""
@@ -251,10 +259,13 @@ class Columns:
         *first, last = self._fitting(limit)
         before = sum(self._width(place) + len(GAP) for place in first)
         out = []
-        for texts, style in [(self.titles, ""), *self.rows]:
+        for row, (texts, style) in enumerate([(self.titles, ""), *self.rows], start=-1):
             lead = "".join(self._cell(texts[place], place) + GAP for place in first)
             below = padded(self.continued.get(texts[0], ""), before)
             parts = wrap(texts[last], limit - before) if self._wraps(last) else [self._cell(texts[last], last)]
+            if row in self.remarks:
+                lead = below = padded(texts[0], self._width(0)) + GAP
+                parts = wrap(self.remarks[row], limit - len(lead))
             for number, part in enumerate(parts):
                 text = f"{below if number else lead}{part.replace(TOGETHER, ' ')}".rstrip()
                 out.append(indent + styled(text, style, sys.stdout))

@@ -100,7 +100,7 @@ def _bar(values: Collection[float], low: float, high: float, bars: str) -> str:
 
 def _can_print(text: str) -> bool:
     try:
-        text.encode(sys.stdout.encoding or "ascii")
+        text.encode(sys.stdout.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return False
     return True
