@@ -9,7 +9,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import checkpoint, repository
-from tenuto.cli.console.output import Columns, together
+from tenuto.cli.console.output import Columns, joined_marks
 from tenuto.errors import RunNotFound, UsageError, typed
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _print(found: Comparison, most: int | None) -> None:
             size(one.bytes),
             f"{one.ranks:,}" if one.ranks > 1 else "",
             *(f"{one.metrics[name]:.4g}" if name in one.metrics else "" for name in names),
-            together(f"best {metric}" for metric in one.best),
+            joined_marks(f"best {metric}" for metric in one.best),
         )
     table.print()
     if len(found.checkpoints) < 2:

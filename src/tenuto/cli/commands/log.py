@@ -10,7 +10,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository, run_of
-from tenuto.cli.console.output import Columns, together
+from tenuto.cli.console.output import Columns, joined_marks
 from tenuto.errors import MetricNotLogged, UsageError, did_you_mean, typed
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _print(found: Timeline, names: Sequence[str]) -> None:
             "" if seconds is None else age(seconds),
             "" if point.bytes is None else size(point.bytes),
             *(f"{point.metrics[name]:.4g}" if name in point.metrics else "" for name in names),
-            together(_marks(found, point)),
+            joined_marks(_marks(found, point)),
             style="damaged" if point.damaged else "" if point.on_line else "gone",
         )
         table.continued[own] = graph.between()

@@ -300,7 +300,7 @@ class Columns:
         return max(cells(self.titles[place]), *(cells(texts[place]) for texts, _ in self.rows), 0)
 
 
-def together(marks: Iterable[str]) -> str:
+def joined_marks(marks: Iterable[str]) -> str:
     """Joins marks for the last column of a table, which wraps between them, and within one only if it is long."""
     return ", ".join(mark.replace(" ", TOGETHER) if cells(mark) < NARROWEST else mark for mark in marks)
 
