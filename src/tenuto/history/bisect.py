@@ -140,14 +140,29 @@ def bisect(
 # What is asked of a checkpoint.
 
 
+_OF_REFS: Final = frozenset({"tag", "pinned", "held"})
+_FIELDS: Final = _OF_REFS | {
+    *("run", "attempt", "step", "size", "stored", "leaves", "ranks", "created"),
+    *("verified", "damaged", "healthy"),
+}
+"""The fields of a condition that one checkpoint has by itself."""
+
+
 def by_query(repo: Repo, text: str) -> Test:
     """Returns the test of a condition such as `loss > 3`: bad where it holds. A checkpoint without a metric that it
     names, or with NaN for it, is skipped. Raises UsageError for what is no condition."""
     query = Query.parse(text)
     metrics = [name for name in query.names if name not in FIELDS]
+    unknown = [name for name in query.names if name in FIELDS and name not in _FIELDS]
+    if unknown:
+        raise UsageError(
+            f"{unknown[0]} is not of one checkpoint alone, or changes with time: nothing to find the first one by",
+            subject=unknown[0],
+            hint=f"there are metrics, and {', '.join(sorted(_FIELDS))}",
+        )
     tags: dict[CheckpointId, list[str]] = {}
     kinds: dict[CheckpointId, set[str]] = {}
-    for ref in list_refs(repo):
+    for ref in list_refs(repo) if _OF_REFS & set(query.names) else ():
         kinds.setdefault(ref.id, set()).add(ref.kind)
         if ref.kind == "tag":
             tags.setdefault(ref.id, []).append(ref.name)

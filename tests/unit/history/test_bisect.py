@@ -66,8 +66,11 @@ def test_a_condition_on_metrics(repository, train):
     assert repository.bisect(where="loss > 3", good=2, bad="a0002/5").line == 4
     missing = repository.bisect(where="accuracy < 1")
     assert {trial.why for trial in missing.trials} == {"accuracy is not logged"} and missing.first is None
-    with pytest.raises(UsageError):
-        repository.bisect(where="loss >")
+    for wrong in ("loss >", 'age > "3d"', 'line == "left"'):
+        with pytest.raises(UsageError):
+            repository.bisect(where=wrong)
+    repository.tag("paper", 4)
+    assert repository.bisect(where='tag == "paper"', bad=4).first == at(2, 4)
     with pytest.raises(UsageError, match="one of"):
         repository.bisect()
 

@@ -20,6 +20,8 @@ EXAMPLES = examples(
     "tenuto compare /data/checkpoints --run small --run large --metric val_loss",
     "tenuto compare /data/checkpoints gpt/a0001/500 tuned/a0001/500 --json",
 )
+LONGEST = 16
+"""Columns that the name of a metric may take."""
 SHOWN_METRICS = 6
 SHOWN_SETTINGS = 20
 """Settings that differ, of which more would hide what matters; --all shows all."""
@@ -82,10 +84,11 @@ def _print(found: Comparison, most: int | None) -> None:
     from tenuto.units import age, count, size
 
     names = found.metrics[:SHOWN_METRICS]
+    titles = [output.clipped(output.clean(name), LONGEST) for name in names]
     table = Columns(
-        ("CHECKPOINT", "AGE", "SIZE", "RANKS", *names, "STATE"),
-        right=frozenset({"AGE", "SIZE", "RANKS", *names}),
-        dispensable=("RANKS", "AGE", *reversed(names[1:]), "SIZE"),
+        ("CHECKPOINT", "AGE", "SIZE", "RANKS", *titles, "STATE"),
+        right=frozenset({"AGE", "SIZE", "RANKS", *titles}),
+        dispensable=("RANKS", "AGE", *reversed(titles[1:]), "SIZE"),
     )
     for one in found.checkpoints:
         seconds = age_s(one.created)

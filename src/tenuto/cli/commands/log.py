@@ -24,6 +24,8 @@ EXAMPLES = examples(
 )
 PAGE = 20
 """How many checkpoints are shown unless told otherwise."""
+LONGEST = 16
+"""Columns that the name of a metric may take."""
 SHOWN_METRICS = 3
 """Metrics that get a column, and a sparkline, unless one is named."""
 
@@ -73,7 +75,7 @@ def _metrics(found: Timeline, given: Sequence[str] | None) -> list[str]:
                 subject=name,
                 hint=did_you_mean(name, there) or "training logs it by ckpt.log(…); --all looks at all checkpoints",
             )
-    return list(given) if given else there[:SHOWN_METRICS]
+    return list(dict.fromkeys(given)) if given else there[:SHOWN_METRICS]
 
 
 def _print(found: Timeline, names: Sequence[str]) -> None:
@@ -84,10 +86,11 @@ def _print(found: Timeline, names: Sequence[str]) -> None:
 
     several = len({(point.id.run, point.id.attempt) for point in found.points}) > 1
     graph = Graph(found.points, found.latest)
+    titles = [output.clipped(output.clean(name), LONGEST) for name in names]
     table = Columns(
-        ("", "STEP", "ATTEMPT", "AGE", "SIZE", *names, "STATE"),
-        right=frozenset({"STEP", "AGE", "SIZE", *names}),
-        dispensable=("SIZE", *reversed(names[1:]), "AGE", *names[:1]),
+        ("", "STEP", "ATTEMPT", "AGE", "SIZE", *titles, "STATE"),
+        right=frozenset({"STEP", "AGE", "SIZE", *titles}),
+        dispensable=("SIZE", *reversed(titles[1:]), "AGE", *titles[:1]),
     )
     turns = list(found.turns)
     for point in found.points:
@@ -108,7 +111,7 @@ def _print(found: Timeline, names: Sequence[str]) -> None:
             joined_marks(_marks(found, point)),
             style="damaged" if point.damaged else "" if point.on_line else "gone",
         )
-        table.continued[own] = graph.between()
+        table.continued[len(table.rows) - 1] = graph.between()
     for turn in turns:
         table.remark(graph.between(), _turn(turn))
     output.line(f"run {found.run}")

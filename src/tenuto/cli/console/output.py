@@ -227,14 +227,14 @@ class Columns:
         wraps between words.
     right: titles of right-aligned columns.
     dispensable: titles of columns to drop, in this order, while a row is wider than the terminal.
-    continued: by the text of a row's first cell, what stands in that column where the row takes several lines.
+    continued: by the number of a row, what stands in its first column where it takes several lines.
     """
 
     titles: tuple[str, ...]
     right: frozenset[str] = frozenset()
     dispensable: tuple[str, ...] = ()
     rows: list[tuple[tuple[str, ...], Style]] = field(default_factory=list)
-    continued: dict[str, str] = field(default_factory=dict)
+    continued: dict[int, str] = field(default_factory=dict)
     remarks: dict[int, str] = field(default_factory=dict)
     """By the number of a row that has a first cell alone: a text that takes all columns beside it."""
 
@@ -245,7 +245,6 @@ class Columns:
     def remark(self, first: str, text: str) -> None:
         """Adds a row with a text across all columns but the first."""
         self.remarks[len(self.rows)] = clean(text)
-        self.continued[first] = first
         self.add(first, *[""] * (len(self.titles) - 1))
 
     def print(self, indent: str = GAP) -> None:
@@ -261,7 +260,7 @@ class Columns:
         out = []
         for row, (texts, style) in enumerate([(self.titles, ""), *self.rows], start=-1):
             lead = "".join(self._cell(texts[place], place) + GAP for place in first)
-            below = padded(self.continued.get(texts[0], ""), before)
+            below = padded(self.continued.get(row, ""), before)
             parts = wrap(texts[last], limit - before) if self._wraps(last) else [self._cell(texts[last], last)]
             if row in self.remarks:
                 lead = below = padded(texts[0], self._width(0)) + GAP
