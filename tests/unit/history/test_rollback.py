@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import tenuto
-from support.memory_training import live, shared_memory
+from support.memory_training import fork_off, live, shared_memory
+from tenuto.cli import main
 from tenuto.crashpoints import armed
-from tenuto.errors import CheckpointNotFound, CorruptionError, RunInUse, Superseded, UsageError
+from tenuto.errors import CheckpointNotFound, CorruptionError, KeyMissing, RunInUse, Superseded, UsageError
 from tenuto.history import fork, rollback
 from tenuto.maintenance import flush, retention
 from tenuto.model.canonical_json import loads
@@ -175,6 +176,29 @@ def test_an_encoded_run_is_rolled_back_and_saved_to_again(where, repository):
     assert list(np.flatnonzero(tenuto.load(where).state["x"] == -1)) == [0, 101]
 
 
+def test_a_sealed_repository_needs_its_key_only_to_look_into_leaves(tmp_path, monkeypatch):
+    where, key = tmp_path / "ckpts", tmp_path / "tenuto.key"
+    tenuto.save({"x": 0}, where, run="other")
+    key_command = [str(word) for word in ("key", "add", where, "--key-file", key)]
+    with pytest.raises(SystemExit):
+        main(key_command)
+    options = {"key": key, "save": tenuto.every(steps=1), "keep": tenuto.keep.all(), "sinks": []}
+    with tenuto.Checkpointer(where, state := {"x": np.zeros(5)}, **options) as ckpt:
+        for step in ckpt.steps(3):
+            state["x"][0] = np.nan if step == 2 else step
+    repository = tenuto.Repository(where)
+    assert [point.id.step for point in repository.log().points] == [3, 2, 1]
+    assert len(repository.compare([1, 3]).checkpoints) == 2
+    with pytest.raises(KeyMissing):
+        repository.bisect(nan=True)
+    repository.rollback(2, reason="nan")
+    repository.fork(1, "warm")
+    assert (repository.latest_step(), repository.latest_step("warm")) == (2, 1)
+    monkeypatch.setenv("TENUTO_KEY_FILE", str(key))
+    assert repository.bisect(nan=True, bad="a0001/3").first == at(1, 3)
+    assert tenuto.load(where).step == 2
+
+
 def test_records_without_the_new_fields_are_read_and_unknown_ones_passed_over(repository, train):
     train([1])
     name = "runs/main/a0001/attempt.json"
@@ -195,3 +219,50 @@ def test_an_image_in_memory_is_not_adopted_over_a_rollback(tmp_path):
         repository.rollback(10)
         life = live(where, 20)
         assert (life.began, life.status) == (10, 0)
+
+
+def saved(where, steps):
+    with tenuto.Checkpointer(where, {"x": 0}, save=tenuto.every(steps=1), keep=tenuto.keep.all(), sinks=[]) as ckpt:
+        for _ in ckpt.steps(steps):
+            pass
+    return tenuto.Repository(where)
+
+
+def test_a_run_that_another_process_trains_is_refused_at_once_with_its_pid(tmp_path):
+    repository = saved(tmp_path / "ckpts", 3)
+    ready, go = os.pipe(), os.pipe()
+
+    def train():
+        attempt = claim(tenuto.Repository(repository.url).repo, "main", at(1, 3))
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        attempt.release()
+
+    pid = fork_off(train)
+    os.read(ready[0], 1)
+    try:
+        with pytest.raises(RunInUse, match=f"process {pid} of"):
+            repository.rollback(1)
+    finally:
+        os.write(go[1], b"x")
+        os.waitpid(pid, 0)
+    assert repository.latest_step() == 3
+    repository.rollback(1)
+    assert repository.latest_step() == 1
+
+
+def test_of_two_at_once_each_has_happened_or_says_that_it_has_not(tmp_path):
+    repository = saved(tmp_path / "ckpts", 4)
+
+    def back(step):
+        try:
+            tenuto.Repository(repository.url).rollback(step)
+        except (RunInUse, Superseded):
+            os._exit(13)
+
+    for _ in range(3):
+        pids = {fork_off(lambda step=step: back(step)): step for step in (1, 2)}
+        done = {step: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid, step in pids.items()}
+        assert set(done.values()) <= {0, 13} and 0 in done.values()
+        assert done[repository.latest_step()] == 0
+        assert len(repository.checkpoints()) == 4
