@@ -82,7 +82,7 @@ def plan_rollback(repo: Repo, run: str, to: CheckpointId, *, reason: str = "", f
             f"no checkpoint {to} at {repo.url}", subject=str(to), hint=typed("tenuto", "ls", repo.url)
         )
     line = list(walk(repo, run))
-    own = list(line_of(repo, run, to)) if to.run == run or to in line else []
+    own = line[line.index(to) :] if to in line else list(line_of(repo, run, to)) if to.run == run else []
     if not own:
         raise CheckpointNotFound(
             f"run {run!r} cannot be rolled back to {to}, which is not on its line of training",
@@ -91,7 +91,7 @@ def plan_rollback(repo: Repo, run: str, to: CheckpointId, *, reason: str = "", f
         )
     common, there = set(own), set(line)
     left = tuple(takewhile(lambda id: id not in common, line))
-    back = tuple(id for id in takewhile(lambda id: id not in there, own))
+    back = tuple(takewhile(lambda id: id not in there, own))
     return RollbackPlan(
         repo.url, run, to, line[0] if line else None, left, back, reason, damage_of(repo, to), force=force
     )
