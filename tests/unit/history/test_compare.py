@@ -11,6 +11,9 @@ from tenuto.errors import CheckpointNotFound, MetricNotLogged, RemovalRefused, U
 from tenuto.maintenance import remove, retention
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import keep
+from tenuto.repo.refs import list_refs
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 
 def at(attempt, step, run="main"):
@@ -133,3 +136,17 @@ def test_notes_are_texts_in_their_order(repository, train):
     for wrong in ("", "  ", 3, "x" * 10_001):
         with pytest.raises(UsageError):
             repository.note(1, wrong)
+
+
+def test_a_copy_elsewhere_keeps_what_is_kept_here(repository, train, tmp_path):
+    train([1, 2, 3])
+    repository.hold(1, reason="the audit")
+    repository.pin(2)
+    repository.replicate(tmp_path / "copy")
+    repository.release(1)
+    repository.unpin(2)
+    remove.execute(repository.repo, remove.plan_remove(repository.repo, [at(1, 1), at(1, 2)]))
+    copy = Repo.open(open_store(tmp_path / "copy"))
+    assert [(ref.kind, ref.reason) for ref in list_refs(copy)] == [("hold", "the audit"), ("pin", "")]
+    repository.replicate(tmp_path / "copy", prune=True)
+    assert list_refs(copy) == []
