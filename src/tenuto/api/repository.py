@@ -159,7 +159,7 @@ class Repository:
         table.
 
         Raises CheckpointNotFound, CorruptionError, MetricNotLogged, and UsageError where nothing says in which
-        direction `metric` improves.
+        direction `metric` improves, by which the best of a run is to be found.
         """
         from tenuto.history.compare import compare, newest_of
 

@@ -13,10 +13,19 @@ from typing import Any, Final
 
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read.chunk_reader import threads_for
-from tenuto.errors import CheckpointNotFound, MetricNotLogged
+from tenuto.errors import CheckpointNotFound
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Manifest
-from tenuto.repo.best import BestSelector, Measured, Mode, best_of, best_of_each, modes_of
+from tenuto.repo.best import (
+    BestSelector,
+    Measured,
+    Mode,
+    best_of,
+    best_of_each,
+    check_metric,
+    modes_of,
+    recorded_mode,
+)
 from tenuto.repo.lineage import resolve
 from tenuto.repo.notes import ignore, notes, verification_of, with_notes
 from tenuto.repo.repository import Repo
@@ -76,8 +85,8 @@ class Comparison:
 
 
 def newest_of(repo: Repo, runs: Sequence[str], selector: BestSelector | None = None) -> list[CheckpointId]:
-    """Returns what `latest` means in each run, or each run's best. Raises RunNotFound, and CheckpointNotFound where a
-    run has none."""
+    """Returns what `latest` means in each run, or each run's best. Raises RunNotFound, CheckpointNotFound where a run
+    has none, MetricNotLogged, and UsageError where nothing says in which direction the metric improves."""
     return [resolve(repo, run, selector or "latest") for run in runs]
 
 
@@ -85,8 +94,8 @@ def compare(repo: Repo, ids: Sequence[CheckpointId], selector: BestSelector | No
     """Compares checkpoints. `selector`: the metric to decide by; without one, those whose direction training has
     recorded. Reads each manifest whole, and its notes.
 
-    Raises CheckpointNotFound, CorruptionError, MetricNotLogged where none of them has the metric, and UsageError where
-    nothing says in which direction it improves.
+    Raises CheckpointNotFound, CorruptionError, and MetricNotLogged where none of them has the metric. Where nothing
+    says in which direction it improves, none is the best.
     """
     ids = list(dict.fromkeys(ids))
     read: dict[CheckpointId, tuple[Manifest, Measured]] = {}
@@ -124,10 +133,11 @@ def _best(measured: list[Measured], selector: BestSelector | None) -> Mapping[st
     names = ", ".join(dict.fromkeys(one.id.run for one in measured))
     if selector is None:
         return best_of_each(measured, names)
+    check_metric(measured, selector.metric, names)
+    if selector.mode is None and recorded_mode(measured, selector.metric) is None:
+        return {}  # which is better nobody has said
     try:
         return {selector.metric: best_of(measured, selector, names)}
-    except MetricNotLogged:
-        raise
     except CheckpointNotFound:
         return {}  # it is nan in all of them
 

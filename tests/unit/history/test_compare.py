@@ -71,10 +71,20 @@ def test_several_runs_by_their_latest_or_their_best(repository, train):
     best = repository.compare(runs=["small", "large"], metric="loss", mode="max")
     assert [one.id for one in best.checkpoints] == [at(1, 2, "small"), at(1, 1, "large")]
     assert len(repository.compare().checkpoints) == 3, "every run"
-    with pytest.raises(MetricNotLogged):
-        repository.compare(runs=["small"], metric="los")
+    for steps, runs in (((), ["small"]), ([1], [])):
+        with pytest.raises(MetricNotLogged):
+            repository.compare(steps, run="small", runs=runs, metric="los")
     with pytest.raises(CheckpointNotFound):
         repository.compare([7], run="small")
+
+
+def test_without_a_direction_none_is_the_best(repository, train):
+    train([1, 2])
+    found = repository.compare([1, 2], metric="loss")
+    assert (found.metrics, [one.best for one in found.checkpoints]) == (("loss",), [(), ()])
+    assert [one.best for one in repository.compare([1, 2], metric="loss", mode="min").checkpoints] == [(), ("loss",)]
+    with pytest.raises(UsageError, match="lowest loss"):
+        repository.compare(runs=["main"], metric="loss")
 
 
 def test_nan_is_never_best_and_compares(repository, train):

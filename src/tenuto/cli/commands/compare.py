@@ -54,7 +54,7 @@ def compare(
     """
     from tenuto.history.compare import compare as compared
     from tenuto.history.compare import newest_of
-    from tenuto.repo.best import BestSelector
+    from tenuto.repo.best import BEST, BestSelector
 
     repo = repository(where)
     runs = run or []
@@ -64,7 +64,7 @@ def compare(
             subject=runs[1],
             hint=typed("tenuto", "compare", where, *(f"{name}/a0001/{steps[0]}" for name in runs)),
         )
-    selector = None if metric is None else BestSelector.parse(f"best:{metric}")
+    selector = None if metric is None else BestSelector.parse(f"{BEST}{metric.removeprefix(BEST)}")
     if steps:
         ids = [checkpoint(repo, runs[0] if runs else None, step) for step in steps]
     else:
