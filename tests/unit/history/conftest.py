@@ -26,7 +26,23 @@ def where() -> str:
 
 @pytest.fixture
 def train(where: str) -> Train:
-    """Saves steps of a run by one more attempt, which resumes from what `latest` means."""
+    return trainer(where)
+
+
+@pytest.fixture
+def another() -> Callable[[], tuple[tenuto.Repository, Train]]:
+    """Returns a new repository, and what trains in it, at each call."""
+
+    def make() -> tuple[tenuto.Repository, Train]:
+        where = f"memory://history-{next(_names)}"
+        train = trainer(where)
+        return tenuto.Repository(where), train
+
+    return make
+
+
+def trainer(where: str) -> Train:
+    """Returns what saves steps of a run by one more attempt, which resumes from what `latest` means."""
     tenuto.save({"x": 0}, where, run="unused")
 
     def run(

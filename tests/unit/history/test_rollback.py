@@ -6,6 +6,8 @@ import os
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import tenuto
 from support.memory_training import fork_off, live, shared_memory
@@ -18,6 +20,7 @@ from tenuto.model.canonical_json import loads
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import keep
 from tenuto.repo.format import objects
+from tenuto.repo.lineage import line_of
 from tenuto.repo.ownership.claim import claim
 
 
@@ -62,6 +65,25 @@ def test_what_is_left_behind_is_retentions_by_its_rules_and_a_pin_keeps_it(repos
     _, removed = retention.retain(repository.repo, "main", keep.latest(1), grace="none")
     assert set(removed) == {at(1, 1), at(1, 4), at(3, 5)}
     assert set(repository.checkpoints()) == {at(3, 6), at(1, 3), at(1, 2)}
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 99)), min_size=1, max_size=8))
+def test_i4_whatever_was_done_before_the_walk_is_the_line_of_what_was_rolled_back_to(another, history):
+    repository, train = another()
+    train([1, 2])
+    for steps, choice in history:
+        there = repository.checkpoints()
+        to = there[choice % len(there)]
+        line, before = list(line_of(repository.repo, "main", to)), list(repository.walk())
+        plan = repository.rollback(to)
+        assert list(repository.walk()) == line and set(repository.checkpoints()) == set(there)
+        assert set(plan.left) == set(before) - set(line) and set(plan.back) == set(line) - set(before)
+        if steps:
+            train(range(to.step + 1, to.step + 1 + steps))
+            assert list(repository.walk())[steps:] == line
+    points = repository.log().points
+    assert [point.id for point in points if point.on_line] == list(repository.walk())
 
 
 def test_it_refuses_a_run_that_is_in_use_and_names_the_owner(repository, train):
