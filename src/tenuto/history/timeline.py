@@ -210,12 +210,18 @@ def _turn(record: AttemptRecord) -> Turn | None:
 
 def _forks(repo: Repo, run: str) -> dict[CheckpointId, list[str]]:
     """Returns the runs that came from each checkpoint of `run`."""
+    others = [other for other in repo.runs() if other != run]
+    records: dict[str, list[AttemptRecord]] = {}
+
+    def read_one(other: str) -> None:
+        records[other] = _records(repo, other, 1)
+
+    parallel_for(read_one, others, threads_for(repo).read)
     found: dict[CheckpointId, list[str]] = {}
-    for other in repo.runs():
-        for record in [] if other == run else reversed(_records(repo, other, 1)):
-            parent = record.parent
-            if parent is not None and parent.run == run and other not in found.setdefault(parent, []):
-                found[parent].append(other)
+    for other in others:
+        for parent in {record.parent for record in records[other]}:
+            if parent is not None and parent.run == run:
+                found.setdefault(parent, []).append(other)
     return found
 
 
