@@ -375,11 +375,12 @@ def _cut(repo: Repo, save: SaveDirectory) -> str:
 def refs_of(repo: Repo) -> dict[CheckpointId, tuple[Ref, ...]]:
     """Returns the tags, pins and holds of each checkpoint that has any; empty if they cannot be read, which `verify`
     reports."""
-    from tenuto.repo.refs import list_refs
+    from tenuto.repo.refs import KINDS, list_refs
 
     found: dict[CheckpointId, tuple[Ref, ...]] = {}
     with contextlib.suppress(CorruptionError, StoreError):
-        for ref in list_refs(repo):
+        there = repo.store.children("refs").directories  # most repositories have one kind or none: a listing each
+        for ref in list_refs(repo, [kind for kind in KINDS if kind in there]):
             found[ref.id] = (*found.get(ref.id, ()), ref)
     return found
 
