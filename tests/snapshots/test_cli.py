@@ -71,7 +71,16 @@ class Case:
 
     @property
     def looks_only(self) -> bool:
-        return not self.words or self.words[0] in ("ls", "show", "status", "verify", "--help", "--version")
+        return not self.words or self.words[0] in (
+            "ls",
+            "log",
+            "show",
+            "compare",
+            "status",
+            "verify",
+            "--help",
+            "--version",
+        )
 
 
 def case(name: str, line: str, prepare: Prepare = nothing, **more: Any) -> Case:
@@ -127,6 +136,26 @@ def damaged(where: Path) -> None:
 def all_damaged(where: Path) -> None:
     for pack in where.glob("checkpoints/runs/gpt/*/*/rank-00000.safetensors"):
         pack.write_bytes(pack.read_bytes()[:5000])
+
+
+def rolled_back(where: Path) -> None:
+    """Back behind the line that was left behind, forked, pinned and noted."""
+    repository = tenuto.Repository(where / "checkpoints")
+    with fixed.fixed_identity():
+        repository.rollback("a0001/6", run="gpt", reason="the loss of the other line is from a broken data set")
+        repository.fork("a0001/4", "warm", run="gpt", reason="a lower rate")
+        repository.pin("a0001/4", run="gpt", reason="figure 3")
+        repository.hold("a0001/4", run="gpt")
+        repository.note("a0002/7", "evaluated by hand: looks fine", run="gpt")
+
+
+def saved_again(where: Path) -> None:
+    """Step 2 a second time, from the beginning."""
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
+
+    with fixed.fixed_identity():
+        fixed.save(Repo.open(open_store(where / "checkpoints")), "gpt", [2])
 
 
 def removed(where: Path) -> None:
@@ -204,6 +233,40 @@ CASES = (
     case("ls_no_such_run", "ls checkpoints --run gtp", ways="narrow json"),
     case("ls_newer_format", "ls checkpoints", newer_format, ways="narrow json"),
     case("ls_bad_url", "ls nosuch://bucket/checkpoints", ways="narrow json"),
+    case("log", "log checkpoints --run gpt", ways=EVERY),
+    case("log_rolled_back", "log checkpoints --run gpt", rolled_back, ways=f"{EVERY} colour"),
+    case("log_fork", "log checkpoints --run warm", rolled_back, ways="narrow"),
+    case("log_page", "log checkpoints --run gpt -n 2", ways="narrow json"),
+    case("log_damaged", "log checkpoints --run gpt", damaged, ways="narrow colour"),
+    case("log_hostile_names", "log hostile", ways="narrow colour"),
+    case("log_no_metric", "log checkpoints --run gpt --metric los", ways="narrow json"),
+    case("log_empty", "log new", ways="narrow json"),
+    case("compare", "compare checkpoints a0001/4 a0002/7 --run gpt", ways=EVERY),
+    case("compare_runs", "compare checkpoints --metric loss:min", ways="narrow json"),
+    case("compare_hostile_names", "compare hostile", ways="narrow"),
+    case("compare_two_runs", "compare checkpoints 4 --run gpt --run small", ways="narrow json"),
+    case("rollback", "rollback checkpoints 4 --run gpt --reason diverged", ways=EVERY),
+    case("rollback_dry_run", "rollback checkpoints a0001/8 --run gpt --dry-run"),
+    case("rollback_damaged", "rollback checkpoints gpt/a0001/6", damaged),
+    case("rollback_other_run", "rollback checkpoints small/a0001/1 --run gpt", ways="narrow"),
+    case("fork", "fork checkpoints baseline warm --reason lower"),
+    case("fork_there_already", "fork checkpoints 4 small --run gpt"),
+    case("bisect", "bisect checkpoints --run gpt --where loss<0.25", ways=EVERY),
+    case("bisect_none", "bisect checkpoints --run gpt --where loss>3"),
+    case("bisect_nan", "bisect checkpoints --run gpt --nan --leaf model/*", ways="narrow"),
+    case("bisect_command", "bisect checkpoints --run gpt -- test {step} != gpt/a0002/7"),
+    case("bisect_what", "bisect checkpoints --run gpt"),
+    case("note", "note checkpoints 7 fine --run gpt --metric val_loss=0.25"),
+    case("note_nothing", "note checkpoints 7 --run gpt"),
+    case("pin", "pin checkpoints a0001/4 --run gpt --reason figure"),
+    case("pin_hold", "pin checkpoints 7 --run gpt --hold"),
+    case("pin_removed", "pin checkpoints a0001/4 --run gpt --remove", rolled_back),
+    case("pin_not_there", "pin checkpoints 7 --run gpt --remove"),
+    case("rm_pinned", "rm checkpoints gpt/a0001/4 --force --yes", rolled_back),
+    case("ls_pinned", "ls checkpoints --run gpt", rolled_back),
+    case("show_pinned", "show checkpoints --run gpt --step a0001/4", rolled_back, ways="narrow"),
+    case("show_noted", "show checkpoints --run gpt --step a0002/7", rolled_back, ways="narrow"),
+    case("show_step_of_two", "show checkpoints --run gpt --step 2", saved_again, ways="narrow"),
     case("show", "show checkpoints --run gpt", ways=EVERY),
     case("show_leaves", "show checkpoints --run gpt --leaves", ways="narrow"),
     case("show_depth", "show checkpoints --run gpt --depth 1", ways="narrow"),

@@ -15,6 +15,10 @@ import tenuto
 from tenuto import every, keep, on
 from tenuto.engine.read.opened import Leaf
 from tenuto.events import Event
+from tenuto.history.bisect import Bisection
+from tenuto.history.fork import ForkPlan
+from tenuto.history.rollback import RollbackPlan
+from tenuto.history.timeline import Timeline
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import SavePolicy
@@ -163,6 +167,14 @@ def repositories(place: Path) -> None:
     assert_type(repository.tags(), dict[str, CheckpointId])
     assert_type(repository.tag("baseline", step=3), CheckpointId)
     assert_type(repository.untag("baseline"), CheckpointId | None)
+    assert_type(repository.log("gpt", limit=3), Timeline)
+    assert_type(repository.compare([1, "a0002/3"], metric="loss", mode="min").rows(), list[dict[str, Any]])
+    assert_type(repository.rollback(1, reason="diverged"), RollbackPlan)
+    assert_type(repository.fork(1, "warm"), ForkPlan)
+    assert_type(repository.bisect(where="loss > 3", good=1), Bisection)
+    assert_type(repository.bisect(test=lambda id: id.step > 3).first, CheckpointId | None)
+    assert_type(repository.hold(1, reason="audit").reason, str)
+    assert_type(repository.add_metrics(1, {"loss": 2}), dict[str, float])
 
 
 def places(state: dict[str, int], directory: Path) -> None:

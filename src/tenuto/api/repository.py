@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tenuto.engine.read.choose import Checkpoint
-from tenuto.errors import CheckpointNotFound, did_you_mean, typed
+from tenuto.errors import CheckpointNotFound, UsageError, did_you_mean, typed
 from tenuto.events import AnySink, Emitter
+from tenuto.model.canonical_json import tag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Manifest, Note
 from tenuto.policy.numbers import metric_name, min_or_max
 from tenuto.repo.best import BestSelector, Mode
 from tenuto.repo.lineage import latest, resolve, walk
-from tenuto.repo.notes import notes, with_notes
-from tenuto.repo.refs import check_tag, clear_ref, find_tag, is_damaged, is_name, list_tags, put_ref
+from tenuto.repo.notes import add_note, notes, with_notes
+from tenuto.repo.refs import (
+    Kind,
+    Ref,
+    check_tag,
+    clear_ref,
+    find_tag,
+    is_damaged,
+    is_name,
+    list_tags,
+    pin_name,
+    put_ref,
+    release,
+)
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Where
 from tenuto.store.registry import open_store, redirected
@@ -23,9 +36,18 @@ from tenuto.store.registry import open_store, redirected
 if TYPE_CHECKING:
     from tenuto.api.export import Exported
     from tenuto.api.migrate import Check, MigrationReport
+    from tenuto.history.bisect import Bisection
+    from tenuto.history.compare import Comparison
+    from tenuto.history.fork import ForkPlan
+    from tenuto.history.rollback import RollbackPlan
+    from tenuto.history.timeline import Timeline
     from tenuto.maintenance.compare_copy import CopyCheck
     from tenuto.maintenance.copy_elsewhere import CopyReport
     from tenuto.maintenance.status import Status
+
+
+LONGEST: Final = 10_000
+"""Characters of a note."""
 
 
 class Repository:
@@ -112,6 +134,174 @@ class Repository:
             )
         clear_ref(self.repo, "tag", name)
         return found
+
+    # -- the history of a run, and going back in it --------------------------------------------------------------------
+
+    def log(self, run: str = "main", *, limit: int | None = None) -> Timeline:
+        """Returns the run's history, newest first: what each checkpoint continues, what was left behind, rollbacks with
+        their reasons, forks, metrics, tags, pins. `limit`: of so many checkpoints. Raises RunNotFound,
+        CheckpointNotFound."""
+        from tenuto.history.timeline import timeline
+
+        return timeline(self.repo, run, limit=limit)
+
+    def compare(
+        self,
+        steps: Iterable[int | str | CheckpointId] = (),
+        *,
+        run: str = "main",
+        runs: Iterable[str] = (),
+        metric: str | None = None,
+        mode: Mode | None = None,
+    ) -> Comparison:
+        """Compares the checkpoints `steps` of `run`, and of each of `runs` its latest, or its best by `metric`; with
+        neither, the latest of every run: metrics, sizes, and the settings that differ. `rows()` of the result makes a
+        table.
+
+        Raises CheckpointNotFound, CorruptionError, MetricNotLogged, and UsageError where nothing says in which
+        direction `metric` improves, by which the best of a run is to be found.
+        """
+        from tenuto.history.compare import compare, newest_of
+
+        steps, runs = list(steps), list(runs)
+        name = None if metric is None else metric_name(metric, 'compare(metric="val_loss")')
+        selector = None if name is None else BestSelector(name, None if mode is None else min_or_max(mode, name))
+        ids = [resolve(self.repo, run, step) for step in steps]
+        ids += newest_of(self.repo, runs if steps or runs else self.runs(), selector)
+        return compare(self.repo, ids, selector)
+
+    def rollback(
+        self, step: int | str | CheckpointId, *, run: str = "main", reason: str = "", force: bool = False
+    ) -> RollbackPlan:
+        """Makes an earlier checkpoint, or one that was left behind, what `latest` means and training resumes from.
+        Nothing is removed: what came after it is left behind. Returns what was done.
+
+        Raises CheckpointNotFound, RunInUse while a process trains the run, and CorruptionError for a damaged checkpoint
+        without `force`.
+        """
+        from tenuto.history.rollback import execute, plan_rollback
+
+        plan = plan_rollback(self.repo, run, resolve(self.repo, run, step), reason=reason, force=force)
+        execute(self.repo, plan)
+        return plan
+
+    def fork(
+        self,
+        step: int | str | CheckpointId,
+        new_run: str,
+        *,
+        run: str = "main",
+        reason: str = "",
+        force: bool = False,
+    ) -> ForkPlan:
+        """Begins the run `new_run` with a checkpoint of `run`, whose bytes they share: `Checkpointer(run=new_run)`
+        resumes from it. Raises UsageError where there is such a run, CheckpointNotFound, and CorruptionError for a
+        damaged checkpoint without `force`."""
+        from tenuto.history.fork import execute, plan_fork
+
+        plan = plan_fork(self.repo, resolve(self.repo, run, step), new_run, reason=reason, force=force)
+        execute(self.repo, plan)
+        return plan
+
+    def bisect(
+        self,
+        *,
+        where: str | None = None,
+        nan: bool | str = False,
+        test: Callable[[CheckpointId], bool | None] | None = None,
+        run: str = "main",
+        good: int | str | CheckpointId | None = None,
+        bad: int | str | CheckpointId = "latest",
+        linear: bool = False,
+    ) -> Bisection:
+        """Finds the first checkpoint on the line of training to `bad` for which something holds, from `good` or the
+        oldest on, assuming that it holds from then on; `linear` asks every checkpoint instead.
+
+        One of: `where`, a condition such as "loss > 3"; `nan`, True or a glob over paths of leaves; `test`, a function
+        that returns True where it holds and None where it cannot tell. Raises CheckpointNotFound, and UsageError for a
+        condition that makes no sense and for ends that are not on one line.
+        """
+        from tenuto.history import bisect as history
+
+        given = [what for what in (where is not None, nan is not False, test is not None) if what]
+        if len(given) != 1:
+            raise UsageError("bisect() takes one of where=, nan= and test=", hint='bisect(where="loss > 3")')
+        asked: history.Test
+        if where is not None:
+            asked = history.by_query(self.repo, where)
+        elif test is not None:
+            asked = history.by_function(test)
+        else:
+            asked = history.by_nan(self.repo, nan if isinstance(nan, str) else None)
+        ends = [None if step is None else resolve(self.repo, run, step) for step in (good, bad)]
+        assert ends[1] is not None
+        return history.bisect(history.line_between(self.repo, run, ends[0], ends[1]), asked, linear=linear)
+
+    def pin(self, step: int | str | CheckpointId = "latest", *, run: str = "main", reason: str = "") -> Ref:
+        """Pins a checkpoint: retention keeps it until `unpin`. Raises CheckpointNotFound."""
+        return self._keep("pin", step, run, reason)
+
+    def unpin(self, step: int | str | CheckpointId, *, run: str = "main") -> list[Ref]:
+        """Removes the pins of a checkpoint, and returns them. Raises CheckpointNotFound where it has none."""
+        return self._release("pin", step, run)
+
+    def hold(self, step: int | str | CheckpointId = "latest", *, run: str = "main", reason: str = "") -> Ref:
+        """Puts a checkpoint on hold: nothing removes it until `release`, whoever asks for that. Raises
+        CheckpointNotFound."""
+        return self._keep("hold", step, run, reason)
+
+    def release(self, step: int | str | CheckpointId, *, run: str = "main") -> list[Ref]:
+        """Ends the hold on a checkpoint, and returns it. Raises CheckpointNotFound where there is none."""
+        return self._release("hold", step, run)
+
+    def _keep(self, kind: Kind, step: int | str | CheckpointId, run: str, reason: str) -> Ref:
+        from tenuto.history.rollback import check_reason
+
+        id = resolve(self.repo, run, step)
+        return put_ref(self.repo, kind, pin_name(id), id, check_reason(reason))
+
+    def _release(self, kind: Kind, step: int | str | CheckpointId, run: str) -> list[Ref]:
+        id = resolve(self.repo, run, step)
+        found = release(self.repo, kind, id)
+        if not found:
+            what = "on hold" if kind == "hold" else "pinned"
+            raise CheckpointNotFound(
+                f"{id} is not {what}", subject=str(id), hint=typed("tenuto", "log", self.url, "--run", id.run)
+            )
+        return found
+
+    def note(self, step: int | str | CheckpointId, text: str, *, run: str = "main") -> Note:
+        """Notes a text on a checkpoint, for people. Raises CheckpointNotFound; UsageError for an empty text."""
+        if not isinstance(text, str) or not text.strip():
+            raise UsageError("the note has no text", hint='note(500, "before the learning rate was changed")')
+        if len(text) > LONGEST:
+            raise UsageError(
+                f"the note has {len(text):,} characters: {LONGEST:,} at most",
+                subject=text[:40],
+                hint="put the rest where the note can point to",
+            )
+        return add_note(self.repo, resolve(self.repo, run, step), "text", {"text": text})
+
+    def add_metrics(
+        self, step: int | str | CheckpointId, metrics: Mapping[str, float], *, run: str = "main"
+    ) -> dict[str, float]:
+        """Adds metrics to a checkpoint, as of an evaluation that ran later, and returns all that it has; of one that it
+        had already the later value counts. `keep.best`, `best:METRIC` and listings use them. Raises CheckpointNotFound,
+        and UsageError for what is not a number."""
+        body: dict[str, Json] = {}
+        for name, value in metrics.items():
+            metric_name(name, "add_metrics(500, {'val_loss': 2.1})")
+            try:
+                body[name] = tag_number(float(value))
+            except (TypeError, ValueError, OverflowError):
+                raise UsageError(
+                    f"{name}={value!r} is not a number", subject=name, hint="add_metrics(500, {'val_loss': 2.1})"
+                ) from None
+        if not body:
+            raise UsageError("no metric is given", hint="add_metrics(500, {'val_loss': 2.1})")
+        id = resolve(self.repo, run, step)
+        add_note(self.repo, id, "metric", body)
+        return self.metrics(id)
 
     def checkpoint(self, id: CheckpointId) -> Checkpoint:
         """Returns the size, the number of leaves and the logged metrics of a checkpoint."""

@@ -26,7 +26,12 @@ ALIASES = {"restore": "export"}
 
 MEANT = {
     "list": ("ls",),
-    "log": ("ls",),
+    "history": ("log",),
+    "diff": ("compare",),
+    "revert": ("rollback",),
+    "reset": ("rollback",),
+    "branch": ("fork",),
+    "hold": ("pin",),
     "info": ("show",),
     "inspect": ("show",),
     "cat": ("show",),

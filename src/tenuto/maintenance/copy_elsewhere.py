@@ -55,8 +55,8 @@ from tenuto.store.contract import Bytes, Content, Entry, Store, is_leftover
 _THREADS: Final = 4
 """Data files that are copied at once."""
 _DAY_NS: Final = 24 * 3600 * 10**9
-_NAMED_BY: Final[tuple[Kind, ...]] = ("tag", "pin")
-"""The kinds of refs that are copied. A hold is for a process that needs the checkpoint here."""
+_NAMED_BY: Final[tuple[Kind, ...]] = ("tag", "pin", "hold")
+"""The kinds of refs that are copied: what people keep stays kept where a copy is promoted."""
 
 Lengths = Mapping[str, int]
 One = TypeVar("One")

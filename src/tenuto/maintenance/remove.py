@@ -24,7 +24,7 @@ from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.lineage import walk
 from tenuto.repo.notes import ignore, notes, verification_of
 from tenuto.repo.ownership.owner_watch import Finished, finished_runs, is_finished
-from tenuto.repo.refs import list_refs
+from tenuto.repo.refs import list_refs, pin_name
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import put_tombstone, take_back
 from tenuto.units import count, size
@@ -50,12 +50,15 @@ def dependents(repo: Repo, id: CheckpointId, finished: Finished) -> list[Depende
 def _refs(repo: Repo, id: CheckpointId) -> Iterator[Dependent]:
     for ref in list_refs(repo):
         if ref.id == id:
-            way = (
-                typed("tenuto", "tag", repo.url, ref.name, "--delete")
-                if ref.kind == "tag"
-                else f"clear the {ref.kind} first"
-            )
-            yield Dependent(f"{ref.kind} {ref.name!r} names it", way)
+            if ref.kind == "tag":
+                yield Dependent(f"tag {ref.name!r} names it", typed("tenuto", "tag", repo.url, ref.name, "--delete"))
+                continue
+            hold = ["--hold"] if ref.kind == "hold" else []
+            keeps = f"{ref.kind} {ref.name!r} names it"
+            if ref.name == pin_name(id):
+                keeps = "it is on hold" if hold else "it is pinned"
+            way = typed("tenuto", "pin", repo.url, id, *hold, "--remove")
+            yield Dependent(f"{keeps}: {ref.reason}" if ref.reason else keeps, way)
 
 
 def _run(repo: Repo, run: str, id: CheckpointId, finished: Finished) -> Iterator[Dependent]:

@@ -194,11 +194,15 @@ class AttemptRecord:
     """The previous attempt and the highest step begun in it; None if there was none."""
     ended: tuple[int, bool] | None = None
     """How many beats the lease of the previous attempt had come to, and whether it ended without releasing the run."""
+    by: str = ""
+    """What claimed it, where that was no training: `rollback` or `fork`."""
+    reason: str = ""
+    """Why it was, in the words of who did it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A fact about a checkpoint learned after its commit. kind: metric, verified, suspect, proven."""
+    """A fact about a checkpoint learned after its commit. kind: metric, text, verified, suspect, proven, signed."""
 
     number: int
     kind: str

@@ -1,4 +1,4 @@
-"""Sizes and rates as people write them: 500GB, 64 MiB, 200MB/s."""
+"""Sizes, rates and times as people write them: 500GB, 64 MiB, 200MB/s, 36h."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from tenuto.errors import UsageError
 
 _TEXT: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE | re.ASCII)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_TIME: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d|w|y)\s*", re.ASCII)
+_SECONDS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400, "y": 365 * 86_400}
 
 
 def parse_bytes(value: int | str, what: str = "size") -> int:
@@ -41,3 +43,18 @@ def parse_rate(value: int | str, what: str = "rate") -> int:
         return parse_bytes(text, what)
     except UsageError:
         raise UsageError(f"{what}={value!r} is not bytes per second", subject=what, hint=f'{what}="200MB/s"') from None
+
+
+def parse_time(value: float | str, what: str = "time") -> float:
+    """Returns seconds, from a number of them or text such as 90s, 15min, 36h, 3d, 2w or 1y (365 days).
+
+    Raises UsageError, which names `what`, for anything else and for nothing at all.
+    """
+    found = _TIME.fullmatch(value) if isinstance(value, str) else None
+    if found is not None:
+        seconds = float(found[1]) * _SECONDS[found[2]]
+    else:
+        seconds = 0.0 if isinstance(value, (bool, str)) else float(value)
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{what}={value!r} is not a time", subject=what, hint=f'{what}="36h", "3d" or "2w"')
+    return seconds

@@ -142,7 +142,7 @@ def measured(repo: Repo, run: str) -> list[Measured]:
     for number in reversed(repo.attempts(run)):
         for step in repo.steps(run, number):
             id = CheckpointId(run, number, step)
-            manifest = _outline(repo, id)
+            manifest = outline(repo, id)
             if manifest is not None:
                 noted = notes(repo, id, report=ignore)
                 suspect = verification_of(noted) == "suspect"
@@ -150,7 +150,9 @@ def measured(repo: Repo, run: str) -> list[Measured]:
     return found
 
 
-def _outline(repo: Repo, id: CheckpointId) -> Manifest | None:
+def outline(repo: Repo, id: CheckpointId) -> Manifest | None:
+    """Returns a checkpoint's manifest, its tree left out where that saves reading it; None for one that cannot be read
+    or is gone."""
     try:
         data = repo.store.get(id.manifest, limit=MAX_MANIFEST)
         cut = decode_outline(data, id, repo.id)

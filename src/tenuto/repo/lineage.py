@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, dropwhile, islice
 from typing import Final
 
 from tenuto.errors import (
@@ -39,6 +39,8 @@ Misplaced = Callable[[CheckpointId, Origin], None]
 
 _SAVES_ASKED: Final = 16
 """Saves of an attempt that are asked for its parent, where its own record does not tell."""
+_ATTEMPTS_ASKED: Final = 32
+"""Attempts in which another checkpoint of the same step is looked for: one look each."""
 _LOOKS: Final = 5
 """How often `latest` looks where something had been. Each look in vain needs a commit and a removal while it lasts."""
 _ID: Final = re.compile(r"(?:([^/]+)/)?a([0-9]{1,18})/(?:step-)?([0-9]{1,18})", re.ASCII)
@@ -214,6 +216,30 @@ def resolve(repo: Repo, run: str, step: int | str | CheckpointId | BestSelector 
             raise _none_in(repo, run)
         return newest
     return _by_step(repo, run, int(step))
+
+
+def same_step(repo: Repo, id: CheckpointId) -> list[CheckpointId]:
+    """Returns the run's other checkpoints of the same step, as a run has them that was rolled back: those of the
+    newest attempts first. Looks into no more than the newest `_ATTEMPTS_ASKED`."""
+    attempts = [number for number in repo.attempts(id.run) if number != id.attempt][-_ATTEMPTS_ASKED:]
+    others = (CheckpointId(id.run, number, id.step) for number in reversed(attempts))
+    return [other for other in others if repo.exists(other)]
+
+
+def line_of(repo: Repo, run: str, id: CheckpointId, *, report: Report | None = None) -> Iterator[CheckpointId]:
+    """Yields the line of training that leads to `id` within `run`, newest first, `id` itself included: what `walk`
+    would yield if `id` were the latest."""
+    key = run_key(run)
+    if id.run == key:
+        above = (one for one in walk(repo, run, below=id.attempt + 1, report=report))
+        yield from dropwhile(lambda one: (one.run, one.attempt) == (key, id.attempt) and one.step > id.step, above)
+    else:
+        yield from dropwhile(lambda one: one != id, walk(repo, run, report=report))
+
+
+def parent_of(repo: Repo, run: str, attempt: int) -> CheckpointId | None:
+    """Returns what an attempt came from, as far as anything of it says; None for one that came from nothing."""
+    return _origin(repo, run_key(run), attempt, lambda message: None, unclaimed=True).parent
 
 
 def may_be_tag(step: str) -> bool:

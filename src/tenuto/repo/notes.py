@@ -12,7 +12,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.refs import append, numbers
 from tenuto.repo.repository import Repo, now_text
 
-KINDS = frozenset({"metric", "verified", "suspect", "proven", "signed"})
+KINDS = frozenset({"metric", "text", "verified", "suspect", "proven", "signed"})
 
 
 def add_note(repo: Repo, id: CheckpointId, kind: str, body: Mapping[str, Json]) -> Note:
@@ -91,6 +91,11 @@ def with_notes(logged: Mapping[str, float], noted: Iterable[Note]) -> dict[str, 
                 except (CorruptionError, OverflowError):
                     continue
     return out
+
+
+def texts_of(noted: Iterable[Note]) -> tuple[str, ...]:
+    """Returns what people have written on a checkpoint, in that order."""
+    return tuple(str(note.body["text"]) for note in noted if note.kind == "text" and "text" in note.body)
 
 
 def verification_of(noted: Sequence[Note]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from tenuto.codec.digest import digest
 from tenuto.errors import (
     AlreadyExists,
     CheckpointNotFound,
@@ -19,7 +20,7 @@ from tenuto.errors import (
     StoreUnavailable,
     UsageError,
 )
-from tenuto.model.ids import CheckpointId, run_key
+from tenuto.model.ids import CheckpointId, attempt_key, run_key
 from tenuto.model.records import Json
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.object_names import numbered
@@ -59,6 +60,8 @@ Kind = Literal["tag", "pin", "hold"]
 KINDS: Final[tuple[Kind, ...]] = ("hold", "pin", "tag")
 
 
+LONGEST: Final = 100
+"""Characters of a ref's name."""
 LATEST: Final = "latest"
 """What no tag may be called: it always means the newest checkpoint."""
 
@@ -68,6 +71,8 @@ class Ref:
     kind: str
     name: str
     id: CheckpointId
+    reason: str = ""
+    """Why it keeps the checkpoint, in the words of who put it."""
 
 
 def check_tag(name: object) -> str:
@@ -91,7 +96,7 @@ def list_tags(repo: Repo) -> dict[str, CheckpointId]:
     return {ref.name: ref.id for ref in list_refs(repo, kinds=("tag",))}
 
 
-def put_ref(repo: Repo, kind: Kind, name: str, id: CheckpointId) -> Ref:
+def put_ref(repo: Repo, kind: Kind, name: str, id: CheckpointId, reason: str = "") -> Ref:
     """Points the ref at a checkpoint, and relies on it from now on. Raises CheckpointNotFound if that is gone or going:
     the ref then points where it pointed before. One whose newest version is damaged is mended so: nobody knows where it
     pointed, and it points nowhere if the checkpoint goes right now."""
@@ -101,12 +106,12 @@ def put_ref(repo: Repo, kind: Kind, name: str, id: CheckpointId) -> Ref:
         before = read_ref(repo, kind, name)
     elif _is_going(repo, id):
         raise _gone(id)
-    _put(repo, directory, id)
+    _put(repo, directory, id, reason)
     repo.store.settle(id.manifest)
     if _is_going(repo, id):
         _put(repo, directory, before)
         raise _gone(id)
-    return Ref(kind, name, id)
+    return Ref(kind, name, id, reason)
 
 
 def clear_ref(repo: Repo, kind: Kind, name: str) -> None:
@@ -115,9 +120,23 @@ def clear_ref(repo: Repo, kind: Kind, name: str) -> None:
         _put(repo, _directory(kind, name), None)
 
 
+def release(repo: Repo, kind: Kind, id: CheckpointId) -> list[Ref]:
+    """Makes every ref of this kind that keeps a checkpoint point at nothing, and returns what they were."""
+    found = [ref for ref in list_refs(repo, kinds=(kind,)) if ref.id == id]
+    for ref in found:
+        clear_ref(repo, kind, ref.name)
+    return found
+
+
 def read_ref(repo: Repo, kind: Kind, name: str) -> CheckpointId | None:
     """Returns the checkpoint that the ref points at, None if it points at nothing. Raises CorruptionError if its newest
     version cannot be read: nobody may then act as if it pointed at nothing."""
+    found = find_ref(repo, kind, name)
+    return None if found is None else found.id
+
+
+def find_ref(repo: Repo, kind: Kind, name: str) -> Ref | None:
+    """Returns the ref, None if it points at nothing. Raises CorruptionError like `read_ref`."""
     directory = _directory(kind, name)
     for number in reversed(numbers(repo, directory)):
         place = numbered(directory, number)
@@ -126,7 +145,10 @@ def read_ref(repo: Repo, kind: Kind, name: str) -> CheckpointId | None:
         except ObjectNotFound:
             continue
         if not objects.is_copy(place, data, repo.id):
-            return objects.decode("ref", place, data, repo.id).checkpoint("to")
+            fields = objects.decode("ref", place, data, repo.id)
+            id = fields.checkpoint("to")
+            reason = fields.text("reason") if "reason" in fields.values else ""
+            return None if id is None else Ref(kind, name, id, reason)
     return None
 
 
@@ -145,9 +167,9 @@ def list_refs(repo: Repo, kinds: Sequence[Kind] = KINDS) -> list[Ref]:
     for kind in kinds:
         for name in repo.store.children(f"refs/{kind}").directories:
             if is_name(name):
-                id = read_ref(repo, kind, name)
-                if id is not None:
-                    found.append(Ref(kind, name, id))
+                ref = find_ref(repo, kind, name)
+                if ref is not None:
+                    found.append(ref)
     return found
 
 
@@ -159,8 +181,15 @@ def _gone(id: CheckpointId) -> CheckpointNotFound:
     return CheckpointNotFound(f"checkpoint {id} is not there, or is being removed", subject=str(id))
 
 
-def _put(repo: Repo, directory: str, id: CheckpointId | None) -> None:
-    append(repo, directory, "ref", {"created": now_text(), "to": checkpoint_json(id)})
+def pin_name(id: CheckpointId) -> str:
+    """Returns the name of the pin, or the hold, that a person puts on a checkpoint: there is one of each."""
+    name = f"{run_key(id.run)}={attempt_key(id.attempt)}={id.step}"
+    return name if len(name) <= LONGEST else f"{digest(name.encode()).hex()}={attempt_key(id.attempt)}={id.step}"
+
+
+def _put(repo: Repo, directory: str, id: CheckpointId | None, reason: str = "") -> None:
+    why: dict[str, Json] = {"reason": reason} if reason else {}
+    append(repo, directory, "ref", {"created": now_text(), "to": checkpoint_json(id), **why})
 
 
 def _directory(kind: Kind, name: str) -> str:

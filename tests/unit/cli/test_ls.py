@@ -121,6 +121,7 @@ def test_ls_json(cli, made):
         "metrics": {"loss": 1 / 6, "val_loss": "nan"},
         "notes": [],
         "tags": [],
+        "pins": [],
         "best": [],
         "message": None,
         "verdict": None,

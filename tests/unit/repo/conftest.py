@@ -45,9 +45,15 @@ class Maker:
     written: dict[CheckpointId, Manifest] = field(default_factory=dict)
 
     def attempt(
-        self, number: int, parent: CheckpointId | None = None, *, run: str = "gpt", owner: Owner = NOBODY
+        self,
+        number: int,
+        parent: CheckpointId | None = None,
+        *,
+        run: str = "gpt",
+        owner: Owner = NOBODY,
+        by: str = "",
     ) -> AttemptRecord:
-        record = AttemptRecord(run, number, secrets.token_hex(16), parent, owner)
+        record = AttemptRecord(run, number, secrets.token_hex(16), parent, owner, by=by)
         name = object_names.attempt_name(run, number)
         self.repo.store.put_if_absent(name, Bytes(encode_attempt(record, self.repo.id)), token=record.id)
         return record

@@ -210,3 +210,11 @@ def test_a_rank_beyond_their_number_seals_nothing(repo, make, rank, ranks):
     footer = replace(sealed(repo, attempt_with(make, []), 5), rank=rank, ranks=ranks)
     with pytest.raises(CorruptionError, match="rank"):
         decode_seal(encode_seal(footer, NAME), NAME)
+
+
+def test_a_rollback_rules_out_what_is_newer_also_where_it_goes_back_to_where_the_image_began(repo, make):
+    first = attempt_with(make, [10])
+    make.attempt(2, at(1, 10), by="rollback")
+    assert judge(repo, "gpt", sealed(repo, first, 12)) == "the run was rolled back to gpt/a0001/10"
+    third = attempt_with(make, [], at(1, 10))
+    assert judge(repo, "gpt", sealed(repo, third, 12)) == EligibleImage(at(1, 10), durable=False), "trained again"

@@ -271,7 +271,6 @@ def test_an_unusable_kind_of_note_is_a_wrong_use(repo: Repo, make: Any) -> None:
     make.attempt(1)
     with pytest.raises(UsageError) as caught:
         add_note(repo, make.checkpoint(1, 10), "opinion", {})
-    assert (
-        caught.value.message == "'opinion' is not a kind of note; there are metric, proven, signed, suspect, verified"
-    )
+    kinds = "metric, proven, signed, suspect, text, verified"
+    assert caught.value.message == f"'opinion' is not a kind of note; there are {kinds}"
     assert caught.value.subject == "opinion"

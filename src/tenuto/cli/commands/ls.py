@@ -10,7 +10,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository
-from tenuto.cli.console.output import TOGETHER, Columns
+from tenuto.cli.console.output import Columns, joined_marks
 from tenuto.cli.console.where import VARIABLE, default_place
 from tenuto.cli.views.ages import age_s
 from tenuto.errors import UsageError, typed
@@ -187,7 +187,7 @@ def _print(found: RunRows) -> None:
             f"{row.ranks:,}" if row.ranks is not None and row.ranks > 1 else "",
             row.created[:16].replace("T", " "),
             *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in names),
-            ", ".join(mark.replace(" ", TOGETHER) for mark in row.marks(found.best_of(row), of_these=found.more > 0)),
+            joined_marks(row.marks(found.best_of(row), of_these=found.more > 0)),
             style="damaged" if row.state == "damaged" else "" if row.state == "committed" else "gone",
         )
     table.print()

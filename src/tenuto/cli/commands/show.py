@@ -127,11 +127,12 @@ def _check(where: str, path: str | None, rank: int | None, timing: bool, *, sect
 
 def _page(repo: Repo, where: str, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> None:
     from tenuto.cli.views.checkpoint_page import Page, verdict_of
-    from tenuto.repo.notes import with_notes
+    from tenuto.repo.notes import texts_of, with_notes
 
     metrics = with_notes(manifest.metrics, notes)
     place = f"{repo.url.rstrip('/')}/{manifest.id.directory}"
-    unusual = [*_damage(notes), *_unusual(repo, manifest, loaded, metrics)]
+    texts = [("note" if number == 0 else "", text) for number, text in enumerate(texts_of(notes))]
+    unusual = [*_damage(notes), *texts, *_unusual(repo, manifest, loaded, metrics)]
     marks = _marks(repo, manifest.id, notes)
     page = Page(manifest, loaded, place, marks, *verdict_of(manifest.certificate), metrics, unusual)
     for text in page.lines():
@@ -141,12 +142,13 @@ def _page(repo: Repo, where: str, manifest: Manifest, loaded: Contents, notes: t
 
 def _marks(repo: Repo, id: CheckpointId, notes: Sequence[Note]) -> list[str]:
     """Returns the marks that `tenuto ls` gives it, but for what takes a look at the others."""
-    from tenuto.cli.views.run_listing import RunRow, tags_of
+    from tenuto.cli.views.run_listing import RunRow, pins_among, refs_of, tags_among
     from tenuto.repo.lineage import latest, stretches
 
     on_walk = any(stretch.covers(id) for stretch in stretches(repo, id.run, known={id}))
-    tags = tags_of(repo).get(id, ())
-    row = RunRow(id, "committed", latest(repo, id.run) == id, on_walk, notes=tuple(notes), tags=tags)
+    refs = refs_of(repo).get(id, ())
+    tags, pins = tags_among(refs), pins_among(refs)
+    row = RunRow(id, "committed", latest(repo, id.run) == id, on_walk, notes=tuple(notes), tags=tags, pins=pins)
     return row.marks()
 
 
@@ -258,20 +260,22 @@ def _short(value: Any) -> str:
 
 def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> dict[str, Any]:
     from tenuto.cli.views.ages import age_s
-    from tenuto.cli.views.run_listing import tags_of
+    from tenuto.cli.views.run_listing import pins_among, pins_json, refs_of, tags_among
     from tenuto.cli.views.shards import parts_json
     from tenuto.cli.views.state_tree import lines, values
     from tenuto.repo.lineage import latest
     from tenuto.repo.notes import with_notes
 
     metrics = with_notes(manifest.metrics, notes)
+    refs = refs_of(repo).get(manifest.id, ())
     seconds = age_s(manifest.created)
     several = manifest.boxes is not None
     return {
         "where": repo.url,
         "checkpoint": manifest.id,
         "latest": latest(repo, manifest.id.run) == manifest.id,
-        "tags": list(tags_of(repo).get(manifest.id, ())),
+        "tags": list(tags_among(refs)),
+        "pins": pins_json(pins_among(refs)),
         "save_id": manifest.save_id,
         "created": manifest.created or None,
         "age_s": None if seconds is None else round(seconds, 3),

@@ -42,9 +42,10 @@ EXIT_CODES: Final[dict[int, str]] = {
 
 
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
-    "look": ("ls", "show", "status", "du", "verify", "config"),
+    "look": ("ls", "log", "show", "compare", "status", "du", "verify", "config"),
     "formats": ("import", "migrate", "export"),
-    "keep": ("tag", "keep", "rm", "undelete", "gc", "replicate", "promote"),
+    "history": ("rollback", "fork", "bisect"),
+    "keep": ("tag", "pin", "note", "keep", "rm", "undelete", "gc", "replicate", "promote"),
     "memory": ("flush", "memory"),
     "seal": ("key", "sign"),
     "run": ("run", "chaos", "simulate"),

@@ -95,11 +95,17 @@ def run_of(repo: Repo, run: str | None) -> str:
 def checkpoint(repo: Repo, run: str | None, step: str) -> CheckpointId:
     """Returns the checkpoint that is meant; a tag belongs to the repository and needs no run.
 
-    RunNotFound and CheckpointNotFound list what exists instead.
+    RunNotFound and CheckpointNotFound list what exists instead. Where the run has saved a step more than once, says
+    which one is meant.
     """
     from tenuto.repo.best import BEST
-    from tenuto.repo.lineage import may_be_tag, resolve
+    from tenuto.repo.lineage import may_be_tag, resolve, same_step
 
     if step.count("/") > 1 and run is None and not step.startswith(BEST):
         run = step.partition("/")[0]
-    return resolve(repo, run or MAIN if may_be_tag(step) else run_of(repo, run), step)
+    id = resolve(repo, run or MAIN if may_be_tag(step) else run_of(repo, run), step)
+    others = same_step(repo, id) if step.isdecimal() else []
+    if others:
+        also = ", ".join(f"a{other.attempt:04d}/{other.step}" for other in others)
+        output.story(f"note: step {step} is {id}; the run has saved it more than once: {also}")
+    return id

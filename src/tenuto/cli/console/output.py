@@ -14,7 +14,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
@@ -227,16 +227,25 @@ class Columns:
         wraps between words.
     right: titles of right-aligned columns.
     dispensable: titles of columns to drop, in this order, while a row is wider than the terminal.
+    continued: by the number of a row, what stands in its first column where it takes several lines.
     """
 
     titles: tuple[str, ...]
     right: frozenset[str] = frozenset()
     dispensable: tuple[str, ...] = ()
     rows: list[tuple[tuple[str, ...], Style]] = field(default_factory=list)
+    continued: dict[int, str] = field(default_factory=dict)
+    remarks: dict[int, str] = field(default_factory=dict)
+    """By the number of a row that has a first cell alone: a text that takes all columns beside it."""
 
     def add(self, *texts: str, style: Style = "") -> None:
         assert len(texts) == len(self.titles)
         self.rows.append((tuple(map(clean, texts)), style))
+
+    def remark(self, first: str, text: str) -> None:
+        """Adds a row with a text across all columns but the first."""
+        self.remarks[len(self.rows)] = clean(text)
+        self.add(first, *[""] * (len(self.titles) - 1))
 
     def print(self, indent: str = GAP) -> None:
         """Writes to stdout, in colour if that is a terminal that permits it."""
@@ -249,11 +258,15 @@ class Columns:
         *first, last = self._fitting(limit)
         before = sum(self._width(place) + len(GAP) for place in first)
         out = []
-        for texts, style in [(self.titles, ""), *self.rows]:
+        for row, (texts, style) in enumerate([(self.titles, ""), *self.rows], start=-1):
             lead = "".join(self._cell(texts[place], place) + GAP for place in first)
+            below = padded(self.continued.get(row, ""), before)
             parts = wrap(texts[last], limit - before) if self._wraps(last) else [self._cell(texts[last], last)]
+            if row in self.remarks:
+                lead = below = padded(texts[0], self._width(0)) + GAP
+                parts = wrap(self.remarks[row], limit - len(lead))
             for number, part in enumerate(parts):
-                text = f"{' ' * before if number else lead}{part.replace(TOGETHER, ' ')}".rstrip()
+                text = f"{below if number else lead}{part.replace(TOGETHER, ' ')}".rstrip()
                 out.append(indent + styled(text, style, sys.stdout))
         return out
 
@@ -284,6 +297,11 @@ class Columns:
 
     def _width(self, place: int) -> int:
         return max(cells(self.titles[place]), *(cells(texts[place]) for texts, _ in self.rows), 0)
+
+
+def joined_marks(marks: Iterable[str]) -> str:
+    """Joins marks for the last column of a table, which wraps between them, and within one only if it is long."""
+    return ", ".join(mark.replace(" ", TOGETHER) if cells(mark) < NARROWEST else mark for mark in marks)
 
 
 def print_grace_of_trash(where: str) -> None:

@@ -24,6 +24,7 @@ from tenuto.repo.notes import verification_of
 if TYPE_CHECKING:
     from tenuto.maintenance.census import SaveDirectory
     from tenuto.model.records import Note, Owner
+    from tenuto.repo.refs import Ref
     from tenuto.repo.repository import Repo
 
 
@@ -61,6 +62,8 @@ class RunRow:
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
     tags: tuple[str, ...] = ()
+    pins: tuple[Ref, ...] = ()
+    """Its pins and holds."""
     message: str = ""
     modes: Mapping[str, Mode] = field(default_factory=dict)
     """In which direction its training says that metrics improve."""
@@ -96,8 +99,7 @@ class RunRow:
             marks.append("SUSPECT" if verdicts[-1] == "suspect" else verdicts[-1])
         if self.latest and self.verdict is not None and self.verdict in EXACTNESS:
             marks.append(EXACTNESS[self.verdict])
-        marks += [f"tagged {name}" for name in self.tags]
-        return marks
+        return [*marks, *(f"tagged {name}" for name in self.tags), *marks_of_refs(self.pins)]
 
     def json(self, best: Sequence[str]) -> dict[str, Any]:
         seconds = age_s(self.created)
@@ -116,6 +118,7 @@ class RunRow:
             "metrics": dict(self.metrics),
             "notes": [{"kind": note.kind, **note.body} for note in self.notes],
             "tags": list(self.tags),
+            "pins": pins_json(self.pins),
             "message": self.message or None,
             "verdict": self.verdict,
             "goes": self.goes or None,
@@ -210,10 +213,10 @@ def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> li
                 hint=did_you_mean(key, runs) or typed("tenuto", "ls", repo.url),
             )
         runs = {key: runs[key]}
-    tags, rows = tags_of(repo), []
+    refs, rows = refs_of(repo), []
     for run, found in sorted(runs.items()):
         newest = latest(repo, run)
-        listed = tuple(_rows(repo, run, found.saves, newest, tags))
+        listed = tuple(_rows(repo, run, found.saves, newest, refs))
         owner, best = owner_of(repo, run), _best(run, listed)
         rows.append(RunRows(run, found.attempts, listed, newest, found.more, owner, best))
     return rows
@@ -315,7 +318,7 @@ def _rows(
     run: str,
     saves: list[SaveDirectory],
     newest: CheckpointId | None,
-    tags: Mapping[CheckpointId, tuple[str, ...]],
+    refs: Mapping[CheckpointId, tuple[Ref, ...]],
 ) -> Iterator[RunRow]:
     from tenuto.maintenance.marks import valid_marks
     from tenuto.repo.lineage import stretches
@@ -346,7 +349,8 @@ def _rows(
             created=manifest.created if manifest else "",
             metrics=with_notes(manifest.metrics, notes) if manifest else {},
             notes=notes,
-            tags=tags.get(save.id, ()),
+            tags=tags_among(refs.get(save.id, ())),
+            pins=pins_among(refs.get(save.id, ())),
             message=cut or save.message,
             modes=modes_of(manifest) if manifest else {},
             verdict=exactness(manifest.certificate) if manifest else None,
@@ -368,15 +372,36 @@ def _cut(repo: Repo, save: SaveDirectory) -> str:
     return census_of(repo, save.id).cut()
 
 
-def tags_of(repo: Repo) -> dict[CheckpointId, tuple[str, ...]]:
-    """Returns the tags of each tagged checkpoint; empty if they cannot be read, which `verify` reports."""
-    from tenuto.repo.refs import list_tags
+def refs_of(repo: Repo) -> dict[CheckpointId, tuple[Ref, ...]]:
+    """Returns the tags, pins and holds of each checkpoint that has any; empty if they cannot be read, which `verify`
+    reports."""
+    from tenuto.repo.refs import KINDS, list_refs
 
-    found: dict[CheckpointId, tuple[str, ...]] = {}
+    found: dict[CheckpointId, tuple[Ref, ...]] = {}
     with contextlib.suppress(CorruptionError, StoreError):
-        for name, id in list_tags(repo).items():
-            found[id] = (*found.get(id, ()), name)
+        there = repo.store.children("refs").directories  # most repositories have one kind or none: a listing each
+        for ref in list_refs(repo, [kind for kind in KINDS if kind in there]):
+            found[ref.id] = (*found.get(ref.id, ()), ref)
     return found
+
+
+def tags_among(refs: Sequence[Ref]) -> tuple[str, ...]:
+    return tuple(ref.name for ref in refs if ref.kind == "tag")
+
+
+def pins_among(refs: Sequence[Ref]) -> tuple[Ref, ...]:
+    return tuple(ref for ref in refs if ref.kind != "tag")
+
+
+def pins_json(pins: Sequence[Ref]) -> list[dict[str, Any]]:
+    return [{"kind": ref.kind, "name": ref.name, "reason": ref.reason or None} for ref in pins]
+
+
+def marks_of_refs(refs: Sequence[Ref]) -> Iterator[str]:
+    """Yields a mark for each: a tag's name, a reason for a pin or a hold."""
+    for ref in refs:
+        what = {"pin": "pinned", "hold": "on hold"}.get(ref.kind)
+        yield f"tagged {ref.name}" if what is None else f"{what}: {ref.reason}" if ref.reason else what
 
 
 def notes_of(repo: Repo, id: CheckpointId) -> tuple[Note, ...]:

@@ -1,11 +1,11 @@
 """The images in shared memory that a run may resume from.
 
 A sealed image counts as a checkpoint of the attempt that sealed it, one that only this boot of this machine has. A run
-may resume from it where that attempt is the last one with a commit or an image: every later one has no commit, and
-resumed from where the attempt's own durable line ends, or from nothing. So an image never brings back a state that
-training has left behind, by a resume elsewhere, by a rollback, or by removing checkpoints. There is one exception: an
-attempt that resumed from that very end on purpose, without memory, and committed nothing. No record tells it from a
-restart.
+may resume from it where that attempt is the last one with a commit or an image: every later one has no commit, is no
+rollback, and resumed from where the attempt's own durable line ends, or from nothing. So an image never brings back a
+state that training has left behind, by a resume elsewhere, by a rollback, or by removing checkpoints. There is one
+exception: an attempt that resumed from that very end on purpose, without memory, and committed nothing. No record tells
+it from a restart.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ def _left_behind(repo: Repo, run: str, later: int, base: CheckpointId | None) ->
     committed = repo.committed(run, later)
     if committed:
         return f"attempt {later} has gone further, to step {committed[0]}"
+    if record is not None and record.by == "rollback":
+        return f"the run was rolled back to {record.parent}"
     if record is None or record.parent is None or record.parent == base:
         return ""
     return f"attempt {later} resumed from {record.parent}"

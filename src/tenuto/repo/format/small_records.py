@@ -50,6 +50,8 @@ def encode_attempt(record: AttemptRecord, repository: str) -> bytes:
         attempt_name(record.run, record.number),
         {
             "attempt": record.number,
+            **({"by": record.by} if record.by else {}),
+            **({"reason": record.reason} if record.reason else {}),
             **({} if record.before is None else {"before": {"attempt": record.before[0], "step": record.before[1]}}),
             "created": record.created,
             **({} if record.ended is None else {"ended": {"beats": record.ended[0], "failed": record.ended[1]}}),
@@ -69,6 +71,7 @@ def decode_attempt(data: bytes, run: str, number: int, repository: str) -> Attem
         raise found.refuse("names another attempt than its own")
     parent = found.checkpoint("parent")
     check_parent(parent, run, number, found)
+    by, reason = (found.text(name) if name in found.values else "" for name in ("by", "reason"))
     return AttemptRecord(
         run,
         number,
@@ -78,6 +81,8 @@ def decode_attempt(data: bytes, run: str, number: int, repository: str) -> Attem
         found.text("created"),
         _before(found),
         _ended(found),
+        by,
+        reason,
     )
 
 

@@ -158,6 +158,8 @@ def claim(
     waiting: Waiting | None = None,
     before_put: Callable[[], object] | None = None,
     withdrawn: set[int] | None = None,
+    by: str = "",
+    reason: str = "",
 ) -> Attempt:
     """Claims the run's next attempt, whose training resumes from `parent` (None: from nothing).
 
@@ -176,13 +178,21 @@ def claim(
     attempt that was put and given back is added; who claims again walks as if it had never been.
 
     `trouble` receives lease beats that fail, `report` damage that was passed over, `waiting` that the claim has waited
-    for two seconds.
+    for two seconds. `by`, `reason`: what the record says of a claim that is not a training's.
     """
     run = run_key(check_run(run))
     watch = observe or OwnerWatch(repo, run)
     warn: Report = report or (lambda message: None)
     record, previous = _put_claim(
-        repo, run, parent, watch, takeover=takeover, wait_s=wait_s, waiting=waiting, before_put=before_put
+        repo,
+        run,
+        parent,
+        watch,
+        takeover=takeover,
+        wait_s=wait_s,
+        waiting=waiting,
+        before_put=before_put,
+        why=(by, reason),
     )
     crashpoint("attempt claimed")
     lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
@@ -214,6 +224,7 @@ def _put_claim(
     wait_s: float | None,
     waiting: Waiting | None,
     before_put: Callable[[], object] | None,
+    why: tuple[str, str],
 ) -> tuple[AttemptRecord, OwnerFinding]:
     began = watch.clock.now()
     while True:
@@ -232,7 +243,7 @@ def _put_claim(
             if ended and before_put is not None:
                 before_put()
             how = (found.beats, found.verdict == "dead" and not found.released) if found.beats else None
-            record = _try_put(repo, run, found.number + 1, parent, how)
+            record = _try_put(repo, run, found.number + 1, parent, why, how)
             if record is not None:
                 return record, found
             continue
@@ -248,7 +259,7 @@ def _put_claim(
 
 
 def _try_put(
-    repo: Repo, run: str, number: int, parent: CheckpointId | None, ended: tuple[int, bool] | None
+    repo: Repo, run: str, number: int, parent: CheckpointId | None, why: tuple[str, str], ended: tuple[int, bool] | None
 ) -> AttemptRecord | None:
     """Claims the first number from `number` on that no copied directory occupies; returns None if another process was
     faster."""
@@ -256,7 +267,8 @@ def _try_put(
         if parent is not None and parent.run == run and parent.attempt >= number:
             raise CheckpointNotFound(f"there is no checkpoint {parent} to resume from", subject=str(parent))
         before = _reached(repo, run, number - 1)
-        record = AttemptRecord(run, number, secrets.token_hex(16), parent, this_process(), now_text(), before, ended)
+        owner, now = this_process(), now_text()
+        record = AttemptRecord(run, number, secrets.token_hex(16), parent, owner, now, before, ended, *why)
         try:
             name, data = object_names.attempt_name(run, number), encode_attempt(record, repo.id)
             objects.put(repo.store, name, data, token=record.id)
