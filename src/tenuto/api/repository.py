@@ -23,8 +23,10 @@ from tenuto.store.registry import open_store, redirected
 if TYPE_CHECKING:
     from tenuto.api.export import Exported
     from tenuto.api.migrate import Check, MigrationReport
+    from tenuto.maintenance.checkpoint_copy import RunCopy
     from tenuto.maintenance.compare_copy import CopyCheck
     from tenuto.maintenance.copy_elsewhere import CopyReport
+    from tenuto.maintenance.rename_run import RenamedRun
     from tenuto.maintenance.status import Status
 
 
@@ -168,6 +170,42 @@ class Repository:
         from tenuto.maintenance.compare_copy import check_copy
 
         return check_copy(self.repo, open_store(of), run=run, every_byte=read, emitter=self._emitter)
+
+    def copy_to(
+        self,
+        to: Where | None = None,
+        *,
+        steps: Iterable[int | str | CheckpointId] = ("latest",),
+        run: str = "main",
+        to_run: str | None = None,
+        to_step: int | None = None,
+    ) -> RunCopy:
+        """Copies checkpoints of `run` into run `to_run` of this repository, or of `to`, which is made where there is no
+        repository. Within a repository the copies share all data files; into another one every byte is copied and
+        verified. A training of that run there resumes from the newest. All appear at once, or none.
+
+        `to_run`: None: the same name. `to_step`: the step of a single copy; None: that of its source.
+
+        Raises UsageError where names meet, the run has come as far already, or sealed bytes would leave their
+        repository; RunInUse, CheckpointNotFound and CorruptionError, and errors of the stores.
+        """
+        from tenuto.maintenance.checkpoint_copy import execute, plan_copies
+
+        ids = [resolve(self.repo, run, step) for step in steps]
+        plan = plan_copies(self.repo, ids, to=to, run=to_run, step=to_step)
+        return execute(self.repo, plan, to, emitter=self._emitter)
+
+    def rename_run(self, run: str, new: str) -> RenamedRun:
+        """Gives a run another name: its checkpoints with their lines of training, metrics, times and tags, no data
+        copied. The old names go into the trash, where `tenuto undelete` finds them for 24 h. Called again, it continues
+        where it was cut off.
+
+        Raises RunNotFound, RunInUse while a process trains the run, RemovalRefused where a pin or a hold names one of
+        its checkpoints or another run would resume from one, and UsageError where `new` has checkpoints of its own.
+        """
+        from tenuto.maintenance.rename_run import execute, plan_rename
+
+        return execute(self.repo, plan_rename(self.repo, run, new), emitter=self._emitter)
 
     @staticmethod
     def migrate(

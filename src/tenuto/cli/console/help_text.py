@@ -44,10 +44,10 @@ EXIT_CODES: Final[dict[int, str]] = {
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "look": ("ls", "show", "status", "du", "verify", "config"),
     "formats": ("import", "migrate", "export"),
-    "keep": ("tag", "keep", "rm", "undelete", "gc", "replicate", "promote"),
+    "keep": ("tag", "keep", "rm", "undelete", "gc", "cp", "mv", "replicate", "promote"),
     "memory": ("flush", "memory"),
     "seal": ("key", "sign"),
-    "try": ("certify", "bench", "probe", "demo"),
+    "try": ("certify", "drill", "bench", "probe", "demo"),
 }
 """The commands, as `tenuto --help` groups them."""
 

@@ -1,0 +1,2 @@
+EXAMPLES=""
+def drill(): pass
