@@ -23,6 +23,7 @@ from tenuto.store.registry import open_store, redirected
 if TYPE_CHECKING:
     from tenuto.api.export import Exported
     from tenuto.api.migrate import Check, MigrationReport
+    from tenuto.drill.drill import DrillResult
     from tenuto.maintenance.checkpoint_copy import RunCopy
     from tenuto.maintenance.compare_copy import CopyCheck
     from tenuto.maintenance.copy_elsewhere import CopyReport
@@ -297,6 +298,53 @@ class Repository:
         rounded = None if dtype is None else float_type(dtype)
         choice = Choice(entry, include, exclude, strip, rename, rounded)
         return export(self.repo, Path(out), lambda: run, step, to=to, choice=choice, force=force, emitter=self._emitter)
+
+    def drill(
+        self,
+        step: int | str | CheckpointId | None = None,
+        *,
+        run: str = "main",
+        place: Where | None = None,
+        target_s: float | None = None,
+        timeout_s: float = 3600.0,
+        command: Sequence[str] = (),
+        steps: int | None = None,
+        metrics: Sequence[str] = (),
+        tolerance: float = 0.0,
+        due_s: float | None = None,
+        note: bool = True,
+    ) -> DrillResult:
+        """Proves a restore as a stranger would make it: a new process loads the checkpoint, and every leaf and value
+        that it holds is compared with what was saved. With `command`, that script then trains on from a copy, and the
+        metrics that it logs are compared with those that later checkpoints of the line have recorded. The proof, or
+        the damage, is noted on the checkpoint (`note`).
+
+        - `step`: None: the latest; with a command the newest that has later checkpoints with metrics.
+        - `place`: a location of the repository, or a copy of it, to restore from; None: as a restore does it.
+        - `target_s`: within how many seconds the state shall be in memory; `timeout_s`: after how many it is given up.
+        - `steps`, `metrics`: how far the script trains (None: to the next checkpoint with metrics), and what is
+          compared of it (all, where empty), bit for bit or within the relative `tolerance`.
+        - `due_s`: nothing is done while the newest proof of the run is younger.
+
+        What is wrong is in the result, which is false then. Raises RunNotFound, CheckpointNotFound, UsageError where
+        something cannot be drilled, and errors of the store.
+        """
+        from tenuto.drill.drill import execute, plan_drill
+
+        plan = plan_drill(
+            self.repo,
+            step,
+            run=run,
+            place=place,
+            target_s=target_s,
+            timeout_s=timeout_s,
+            command=command,
+            steps=steps,
+            metrics=metrics,
+            tolerance=tolerance,
+            due_s=due_s,
+        )
+        return execute(self.repo, plan, note=note, emitter=self._emitter)
 
     def status(self, run: str | None = None, *, newest: int = 4) -> Status:
         """Returns which of the newest checkpoints is whole in which place, how far each place is behind, who trains,

@@ -20,6 +20,7 @@ from tenuto.certify.proof import CertifiedScript
 from tenuto.certify.verdict import ExactnessVerdict, Row, Trail, Trails, differs, judge, not_seen, worst
 from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.errors import DeadlineExceeded, ScriptFailed
+from tenuto.model.canonical_json import untag_number
 from tenuto.sharding.holdings import rank_names
 
 
@@ -56,6 +57,7 @@ class TrailFollower:
         self.saved: int | None = None
         self.done: dict[str, Any] | None = None
         self.rows: list[Row] = []
+        self.metrics: dict[int, dict[str, float]] = {}
 
     @property
     def step(self) -> int:
@@ -83,6 +85,9 @@ class TrailFollower:
             if row.start:
                 self.rows = [earlier for earlier in self.rows if not earlier.start]
             self.rows.append(row)
+        elif kind == "metrics":
+            found = {name: float(untag_number(value)) for name, value in record["metrics"].items()}
+            self.metrics.setdefault(int(record["step"]), {}).update(found)
         elif kind == "saved":
             self.saved = int(record["step"])
         elif kind == "done":
@@ -169,6 +174,11 @@ class Script:
         self.status, self.seconds = process.returncode, time.monotonic() - began
         self._check()
         return tuple(one.trail() for one in self._ranks)
+
+    @property
+    def metrics(self) -> Mapping[int, Mapping[str, float]]:
+        """What rank 0 has logged, by step, where the order asks for that."""
+        return self._ranks[0].metrics
 
     @property
     def saved(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Another name for a run: copies of all its checkpoints that share its data files, its tags moved, the old ones removed.
+"""Another name for a run: copies of all its checkpoints that share its data files, and the originals removed.
 
 Identities hold the run's name, so a run cannot be renamed in place. The copies keep the lineage: an attempt for each
 that has checkpoints, in their order, each resumed from the copy of what its original resumed from. What breaks off is
@@ -80,7 +80,9 @@ def plan_rename(repo: Repo, run: str, new: str) -> RenamePlan:
     old, new = run_key(run), run_key(check_run(new))
     runs = repo.runs()
     if old not in runs:
-        raise RunNotFound(f"no run {run!r} at {repo.url}; {known_runs(runs)}", subject=run, hint=did_you_mean(run, runs))
+        raise RunNotFound(
+            f"no run {run!r} at {repo.url}; {known_runs(runs)}", subject=run, hint=did_you_mean(run, runs)
+        )
     if new == old:
         raise UsageError(f"run {run!r} has that name: names that differ only in case are one run", subject=new)
     finished = finished_runs(repo, [old])

@@ -65,10 +65,15 @@ def examples(*lines: str) -> str:
     return "\n".join(lines)
 
 
+BEHIND: Final = "tenuto.behind"
+"""Under which a command's context keeps the words behind `--`, which are another program's."""
+
+
 class PlainCommand(TyperCommand):
     """Shows arguments and options by their names, defaults in words, no types. WHERE may be left out."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[BEHIND] = args[args.index("--") + 1 :] if "--" in args else []
         return list(super().parse_args(ctx, with_place(self, ctx, args)))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

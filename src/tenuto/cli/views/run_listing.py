@@ -20,6 +20,7 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
 from tenuto.repo.format.object_names import NOTES
 from tenuto.repo.notes import verification_of
+from tenuto.units import age
 
 if TYPE_CHECKING:
     from tenuto.maintenance.census import SaveDirectory
@@ -93,7 +94,8 @@ class RunRow:
             marks.append("left behind")
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
         if verdicts and self.state == "committed":
-            marks.append("SUSPECT" if verdicts[-1] == "suspect" else verdicts[-1])
+            proof = restorable(self.notes)
+            marks.append("SUSPECT" if verdicts[-1] == "suspect" else proof or verdicts[-1])
         if self.latest and self.verdict is not None and self.verdict in EXACTNESS:
             marks.append(EXACTNESS[self.verdict])
         marks += [f"tagged {name}" for name in self.tags]
@@ -120,6 +122,17 @@ class RunRow:
             "verdict": self.verdict,
             "goes": self.goes or None,
         }
+
+
+def restorable(notes: Sequence[Note]) -> str:
+    """Returns when a drill has last proven the restore, as `restorable: proven 3 d ago`; empty where none has, or where
+    damage was noted since."""
+    verdicts = [note for note in notes if note.kind in ("proven", "suspect")]
+    if not verdicts or verdicts[-1].kind == "suspect":
+        return ""
+    seconds = age_s(str(verdicts[-1].body.get("when", "")))
+    ago = "" if seconds is None else age(max(seconds, 0.0))
+    return f"restorable: proven{f' {ago} ago' if ago else ''}"
 
 
 @dataclass(frozen=True, slots=True)
