@@ -31,7 +31,7 @@ from tenuto.state.contract import Flattened
 from tenuto.state.encode.flattener import flatten
 from tenuto.state.frameworks import type_name
 from tenuto.state.position.positions import has_state
-from tenuto.state.tree import ROOT, children, kind_of, walk
+from tenuto.state.tree import OWN, ROOT, children, kind_of, walk
 from tenuto.store.contract import Where
 from tenuto.store.registry import CERTIFY_VARIABLE, broken_order, certify_order, open_store, same_store
 
@@ -63,10 +63,10 @@ def spelled(flattened: Flattened) -> dict[str, str]:
 
 
 def spelled_values(tree: Json) -> dict[str, str]:
-    """Returns the plain values of a tree by path, as `entries` spells them."""
+    """Returns the plain values of a tree by path, as `entries` spells them; none that each rank has for itself."""
     found: dict[str, str] = {}
     for where, node in walk(tree, ""):
-        if kind_of(node) not in ("leaf", "alias") and not children(node, where):
+        if kind_of(node) not in ("leaf", "alias", OWN) and not children(node, where):
             found[where or ROOT] = _spelling(node)
     return found
 

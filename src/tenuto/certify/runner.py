@@ -153,6 +153,8 @@ class Script:
     patience_s: float
     on_step: ReportStep = lambda step: None
     launch: Launch = launch
+    purpose: str = "certified"
+    """What an error says that it cannot be."""
     status: int | None = None
     seconds: float = 0.0
     _ranks: list[TrailFollower] = field(default_factory=list)
@@ -249,7 +251,9 @@ class Script:
         refused = self._refused
         if refused is not None:
             raise ScriptFailed(
-                f"the script cannot be certified: {refused['reason']}", subject=self.name, hint=str(refused["hint"])
+                f"the script cannot be {self.purpose}: {refused['reason']}",
+                subject=self.name,
+                hint=str(refused["hint"]),
             )
         if self.done and self.order.save_at is not None and self.saved is None:
             raise ScriptFailed(

@@ -36,16 +36,14 @@ from tenuto.model.records import Json
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import resolve, walk
 from tenuto.repo.notes import add_note, ignore, notes
-from tenuto.repo.replicated.places import all_places
+from tenuto.repo.replicated.places import all_places, followers_of
 from tenuto.repo.repository import Repo, now_text
 from tenuto.store.contract import Where
 from tenuto.store.registry import open_store
 
 PROVEN: Final = "proven"
 TIMEOUT_S: Final = 3600.0
-"""How long a restore may take unless told otherwise."""
-PATIENCE_S: Final = 600.0
-"""How long a script may take for a step, or for its start."""
+"""How long a restore may take, and each step of a script, unless told otherwise."""
 SLOW: Final = 27
 """The exit status of a restore that is right, and slower than its target."""
 _LOOKED_AT: Final = 200
@@ -104,7 +102,6 @@ class DrillPlan:
     command: tuple[str, ...]
     steps: int
     tolerance: float
-    patience_s: float
     recorded: dict[int, dict[str, float]]
     last: Proof | None
     due: bool = True
@@ -180,7 +177,6 @@ def plan_drill(
     steps: int | None = None,
     metrics: Sequence[str] = (),
     tolerance: float = 0.0,
-    patience_s: float = PATIENCE_S,
     due_s: float | None = None,
 ) -> DrillPlan:
     """Plans a drill, and writes nothing.
@@ -228,7 +224,6 @@ def plan_drill(
         tuple(command),
         count,
         tolerance,
-        patience_s,
         recorded,
         last,
         due,
@@ -252,12 +247,12 @@ def _with_later_metrics(repo: Repo, run: str, metrics: Sequence[str]) -> Checkpo
 
 def _place(repo: Repo, place: Where) -> str:
     """Returns the URL of the one location of the repository, or copy of it, that is meant."""
-    known = [store.url for store in all_places(repo.store)]
+    known = [store.url for store in (*all_places(repo.store), *followers_of(repo.store))]
     known += [copy.url for copy in registered_copies(repo) if copy.url not in known]
     text = os.fspath(place) if isinstance(place, str | os.PathLike) else place.url
     if text in known:
         return text
-    meant = [url for url in known if text in url]
+    meant = [url for url in known if url.rstrip("/").endswith(f"/{text}")] or [url for url in known if text in url]
     if len(meant) == 1:
         return meant[0]
     if "://" in text or text.startswith(("/", ".", "~")):
@@ -336,7 +331,7 @@ def execute(
             recorded=plan.recorded,
             steps=plan.steps,
             tolerance=plan.tolerance,
-            patience_s=plan.patience_s,
+            patience_s=plan.timeout_s,
             scratch=scratch,
             on_step=on_step,
         )

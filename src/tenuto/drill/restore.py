@@ -140,7 +140,7 @@ def restore(repo: Repo, id: CheckpointId, where: str, *, timeout_s: float) -> Re
         return Restore(seconds, load_s, manifest.bytes, 0, 0, failure=failure)
     wrong = [*_wrong_leaves(repo, manifest, indexes, records), *_wrong_values(manifest, records)]
     leaves = sum(len(index.specs) for index in indexes)
-    return Restore(seconds, load_s, manifest.bytes, leaves, len(_values(manifest)), tuple(wrong))
+    return Restore(seconds, load_s, manifest.bytes, leaves, len(spelled_values(manifest.tree)), tuple(wrong))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -246,14 +246,9 @@ def _differing(repo: Repo, manifest: Manifest, index: Index, row: int, found: by
     return int(bad[0]) if len(bad) else None
 
 
-def _values(manifest: Manifest) -> dict[str, str]:
-    """Returns the values to compare; what belongs to single ranks has none in the tree that they share."""
-    return {path: text for path, text in spelled_values(manifest.tree).items() if '"!":"per_rank"' not in text}
-
-
 def _wrong_values(manifest: Manifest, records: list[dict[str, Any]]) -> Iterator[WrongEntry]:
     restored: dict[str, str] = next((one["values"] for one in records if one["record"] == "values"), {})
-    for path, text in _values(manifest).items():
+    for path, text in spelled_values(manifest.tree).items():
         found = restored.get(plain_path(path))
         if found == text or found in _without_class(manifest, path):
             continue

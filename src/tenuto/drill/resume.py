@@ -4,6 +4,7 @@ compared with what the later checkpoints of the same line have recorded."""
 from __future__ import annotations
 
 import math
+import os
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +117,7 @@ def resume(
     """
     began = time.perf_counter()
     last = id.step + steps
-    with TemporaryDirectory(prefix="tenuto-drill-", dir=scratch) as made:
+    with TemporaryDirectory(prefix="tenuto-drill-", dir=scratch or _beside(repo.url)) as made:
         place = Path(made).absolute()
         copy = place / "checkpoints"
         execute(repo, plan_copies(repo, [id], to=copy), copy)
@@ -125,13 +126,14 @@ def resume(
         def launched(words: Sequence[str], extra: Mapping[str, str], log: Path) -> Process:
             return launch(words, {**extra, REPOSITORY: str(copy)}, log)
 
-        script = Script("resumed", command, order, place / "output.txt", patience_s, on_step, launched)
+        script = Script("resumed", command, order, place / "output.txt", patience_s, on_step, launched, "drilled")
         failure: Failure | None = None
         start = 0
         try:
             start = script.run()[0].began or 0
         except (ScriptFailed, DeadlineExceeded) as error:
-            failure = Failure(type(error).__name__, error.message, error.hint, exit_code=error.exit_code)
+            hint = "see that the command trains in this repository by itself; --timeout TIME waits longer for a step"
+            failure = Failure(type(error).__name__, error.message, hint, exit_code=error.exit_code)
         finally:
             free_shared_memory()
         logged = script.metrics
@@ -144,6 +146,13 @@ def resume(
         )
     compared = () if failure is not None else tuple(compare(recorded, logged, last, tolerance))
     return Resume(tuple(command), start, steps, time.perf_counter() - began, compared, failure)
+
+
+def _beside(where: str) -> Path | None:
+    """Returns the directory around a local repository: its disk has room for checkpoints. None where it cannot be
+    written to, for the system's directory of temporary files."""
+    above = Path(where).parent
+    return above if "://" not in where and above.is_dir() and os.access(above, os.W_OK) else None
 
 
 def compare(recorded: Recorded, logged: Recorded, last: int, tolerance: float) -> list[ComparedMetric]:

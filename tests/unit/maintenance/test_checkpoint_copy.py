@@ -19,10 +19,10 @@ from tenuto.crashpoints import armed
 from tenuto.errors import CorruptionError, RemovalRefused, RunInUse, RunNotFound, UsageError
 from tenuto.maintenance import gc
 from tenuto.maintenance.checkpoint_copy import execute, plan_copies
-from tenuto.maintenance.rename_run import execute as execute_rename
-from tenuto.maintenance.rename_run import plan_rename
 from tenuto.maintenance.remove import execute as execute_removal
 from tenuto.maintenance.remove import plan_remove
+from tenuto.maintenance.rename_run import execute as execute_rename
+from tenuto.maintenance.rename_run import plan_rename
 from tenuto.maintenance.verify import assert_whole
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.notes import add_note

@@ -10,6 +10,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import BEHIND, examples
 from tenuto.cli.console.options import checkpoint, repository, run_of
+from tenuto.cli.console.signals import exit_on_signals
 from tenuto.errors import UsageError
 
 EXAMPLES = examples(
@@ -35,7 +36,9 @@ def drill(
     due: Annotated[
         str | None, typer.Option("--due", metavar="TIME", help="Nothing while the last proof is younger: 7d.")
     ] = None,
-    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="When a restore is given up.")] = "1h",
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="When a restore, or a step, is given up.")
+    ] = "1h",
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, metavar="N", help="Steps of COMMAND; else to the next with metrics.")
     ] = None,
@@ -91,7 +94,8 @@ def drill(
         return
     if plan.due:
         output.story(f"restoring {plan.id} in a process of its own")
-    result = execute(repo, plan, scratch=scratch, on_step=lambda step: _progress(step, plan.id.step + plan.steps))
+    with exit_on_signals():
+        result = execute(repo, plan, scratch=scratch, on_step=lambda step: _progress(step, plan.id.step + plan.steps))
     if html is not None and plan.due:
         html.write_text(drill_page.html(result), "utf-8")
     if json:

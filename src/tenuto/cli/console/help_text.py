@@ -30,13 +30,14 @@ EXIT_CODES: Final[dict[int, str]] = {
     17: "a wait reached its deadline",
     18: "the store failed (input/output, permission)",
     19: "the store is full",
-    20: "certify: the resume is not exact",
+    20: "certify, drill: the training resumes otherwise than it went",
     21: "certify: the training does not repeat itself",
     22: "the training script failed, or cannot be certified",
     23: "the processes of the job did not agree",
     24: "replicate --check: the copy lags behind",
     25: "replicate: the copy has something else under the same names",
     26: "sealed: no key was given, or the wrong one",
+    27: "drill: everything is right, and took longer than --target",
     130: "interrupted",
 }
 

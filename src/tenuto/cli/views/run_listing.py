@@ -213,6 +213,8 @@ def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> li
     from tenuto.repo.lineage import latest
 
     runs = _all_saves(repo) if limit is None else _newest_saves(repo, only, limit)
+    saves = [save for found in runs.values() for save in found.saves if save.state == "committed"]
+    resting = {base: str(save.id) for save in saves for base in save.bases}
     if only is not None:
         key = run_key(only)
         if key not in runs:
@@ -226,7 +228,7 @@ def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> li
     tags, rows = tags_of(repo), []
     for run, found in sorted(runs.items()):
         newest = latest(repo, run)
-        listed = tuple(_rows(repo, run, found.saves, newest, tags))
+        listed = tuple(_rows(repo, run, found.saves, newest, tags, resting=resting))
         owner, best = owner_of(repo, run), _best(run, listed)
         rows.append(RunRows(run, found.attempts, listed, newest, found.more, owner, best))
     return rows
@@ -329,6 +331,8 @@ def _rows(
     saves: list[SaveDirectory],
     newest: CheckpointId | None,
     tags: Mapping[CheckpointId, tuple[str, ...]],
+    *,
+    resting: Mapping[CheckpointId, str],
 ) -> Iterator[RunRow]:
     from tenuto.maintenance.marks import valid_marks
     from tenuto.repo.lineage import stretches
@@ -341,7 +345,6 @@ def _rows(
         if stretch.run == run and stretch.attempt < lowest:
             break
         line.append(stretch)
-    resting = {base: str(save.id) for save in saves if save.state == "committed" for base in save.bases}
     for save in sorted(saves, key=lambda save: (save.id.attempt, save.id.step), reverse=True):
         manifest, cut = save.manifest, _cut(repo, save)
         notes = notes_of(repo, save.id) if save.state == "committed" and _has_notes(save) else ()
