@@ -37,7 +37,7 @@ def main() -> None:
         try:
             _restore(order, out)
         except TenutoError as error:
-            _say(
+            _write(
                 out,
                 record="failed",
                 kind=type(error).__name__,
@@ -47,21 +47,21 @@ def main() -> None:
                 exit_code=error.exit_code,
             )
         except (Exception, MemoryError) as error:  # noqa: BLE001 - the parent says what a stranger would have seen
-            _say(out, record="failed", kind=type(error).__name__, message=repr(error), hint=None, damage=False)
+            _write(out, record="failed", kind=type(error).__name__, message=repr(error), hint=None, damage=False)
 
 
 def _restore(order: dict[str, Any], out: IO[str]) -> None:
     found = tenuto.load(order["where"], run=order["run"], step=order["step"], ranks=tenuto.Solo(), log="silent")
     # The clock of the machine: the parent noted on it when it started this process.
-    _say(out, record="loaded", at=time.monotonic(), seconds=found.seconds, pid=os.getpid(), step=found.step)
+    _write(out, record="loaded", at=time.monotonic(), seconds=found.seconds, pid=os.getpid(), step=found.step)
     flattened = flatten(found.state)
     shared = {plain_path(spec.path): number for number, spec in enumerate(flattened.specs)}
     chunk = int(order["chunk_bytes"])
     for path, number in shared.items():
         spec, content = flattened.specs[number], content_of(flattened, number)
         for at, data in _parts(content, spec.shape, spec.itemsize, order["parts"].get(path)):
-            _say_leaf(out, path, (spec.dtype, spec.shape), data, chunk, at=at)
-    _say(out, record="values", values={plain_path(path): text for path, text in spelled(flattened).items()})
+            _write_leaf(out, path, (spec.dtype, spec.shape), data, chunk, at=at)
+    _write(out, record="values", values={plain_path(path): text for path, text in spelled(flattened).items()})
     del flattened, found
     for rank in order["private"]:
         own = rank if order["ranks"] > 1 else None
@@ -70,8 +70,8 @@ def _restore(order: dict[str, Any], out: IO[str]) -> None:
                 leaf = opened[path]
                 data = np.empty(leaf.nbytes, np.uint8)
                 leaf.read_into(data, Box.whole(leaf.shape))
-                _say_leaf(out, path, (leaf.dtype, leaf.shape), data, chunk, rank=rank)
-    _say(out, record="done")
+                _write_leaf(out, path, (leaf.dtype, leaf.shape), data, chunk, rank=rank)
+    _write(out, record="done")
 
 
 def _parts(
@@ -89,7 +89,7 @@ def _parts(
             yield offsets, np.ascontiguousarray(items[box]).reshape(-1)
 
 
-def _say_leaf(
+def _write_leaf(
     out: IO[str],
     path: str,
     form: tuple[str, tuple[int, ...]],
@@ -101,10 +101,10 @@ def _say_leaf(
 ) -> None:
     digests = "".join(digest(data[low : low + chunk]).hex() for low in range(0, len(data), chunk))
     dtype, shape = form
-    _say(out, record="leaf", path=path, dtype=dtype, shape=list(shape), at=list(at), rank=rank, digests=digests)
+    _write(out, record="leaf", path=path, dtype=dtype, shape=list(shape), at=list(at), rank=rank, digests=digests)
 
 
-def _say(out: IO[str], **record: Any) -> None:
+def _write(out: IO[str], **record: Any) -> None:
     out.write(json.dumps(record) + "\n")
     out.flush()
 

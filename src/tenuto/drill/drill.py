@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -303,12 +302,10 @@ def execute(
     plan: DrillPlan,
     *,
     note: bool = True,
-    scratch: Path | None = None,
     on_step: Callable[[int], None] = lambda step: None,
     emitter: Emitter | None = None,
 ) -> DrillResult:
     """Carries a drill out. What it finds wrong is in the result. `note`: whether it is noted on the checkpoint.
-    `scratch`: a directory for the copy that a script trains on; None: the system's for temporary files.
 
     Raises CheckpointNotFound where the checkpoint is removed meanwhile; errors of the store; what a copy raises.
     """
@@ -332,7 +329,6 @@ def execute(
             steps=plan.steps,
             tolerance=plan.tolerance,
             patience_s=plan.timeout_s,
-            scratch=scratch,
             on_step=on_step,
         )
     result = DrillResult(plan, when, host, restored, resume=resumed, before=_before(repo, plan.id))

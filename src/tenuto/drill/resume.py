@@ -107,7 +107,6 @@ def resume(
     steps: int,
     tolerance: float,
     patience_s: float,
-    scratch: Path | None = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> Resume:
     """Runs the script on a copy of the checkpoint, for so many steps.
@@ -117,7 +116,7 @@ def resume(
     """
     began = time.perf_counter()
     last = id.step + steps
-    with TemporaryDirectory(prefix="tenuto-drill-", dir=scratch or _beside(repo.url)) as made:
+    with TemporaryDirectory(prefix="tenuto-drill-", dir=_beside(repo.url)) as made:
         place = Path(made).absolute()
         copy = place / "checkpoints"
         execute(repo, plan_copies(repo, [id], to=copy), copy)

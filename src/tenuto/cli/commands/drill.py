@@ -25,7 +25,7 @@ def drill(
     where: options.Where,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CHECKPOINT] [-- COMMAND...]", help="A step or tag, else latest; what trains."),
+        typer.Argument(metavar="[STEP] [-- COMMAND...]", help="A step or tag, else latest; what trains."),
     ] = None,
     *,
     run: options.Run = None,
@@ -37,7 +37,7 @@ def drill(
         str | None, typer.Option("--due", metavar="TIME", help="Nothing while the last proof is younger: 7d.")
     ] = None,
     timeout: Annotated[
-        str, typer.Option("--timeout", metavar="TIME", help="When a restore, or a step, is given up.")
+        str, typer.Option("--timeout", metavar="TIME", help="When a wait is given up.")
     ] = "1h",
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, metavar="N", help="Steps of COMMAND; else to the next with metrics.")
@@ -48,9 +48,6 @@ def drill(
     tolerance: Annotated[
         float, typer.Option("--tolerance", min=0.0, metavar="X", help="Metrics may differ by this part.")
     ] = 0.0,
-    scratch: Annotated[
-        Path | None, typer.Option("--scratch", metavar="DIR", help="Where COMMAND's copy lies meanwhile.")
-    ] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
@@ -95,7 +92,7 @@ def drill(
     if plan.due:
         output.story(f"restoring {plan.id} in a process of its own")
     with exit_on_signals():
-        result = execute(repo, plan, scratch=scratch, on_step=lambda step: _progress(step, plan.id.step + plan.steps))
+        result = execute(repo, plan, on_step=lambda step: _progress(step, plan.id.step + plan.steps))
     if html is not None and plan.due:
         html.write_text(drill_page.html(result), "utf-8")
     if json:
