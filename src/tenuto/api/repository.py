@@ -180,12 +180,14 @@ class Repository:
         run: str = "main",
         to_run: str | None = None,
         to_step: int | None = None,
+        stand_alone: bool = False,
     ) -> RunCopy:
         """Copies checkpoints of `run` into run `to_run` of this repository, or of `to`, which is made where there is no
         repository. Within a repository the copies share all data files; into another one every byte is copied and
         verified. A training of that run there resumes from the newest. All appear at once, or none.
 
-        `to_run`: None: the same name. `to_step`: the step of a single copy; None: that of its source.
+        `to_run`: None: the same name. `to_step`: the step of a single copy; None: that of its source. `stand_alone`:
+        copies the data within a repository too. What shares data files is in no tier, and `replicate` leaves it out.
 
         Raises UsageError where names meet, the run has come as far already, or sealed bytes would leave their
         repository; RunInUse, CheckpointNotFound and CorruptionError, and errors of the stores.
@@ -193,7 +195,7 @@ class Repository:
         from tenuto.maintenance.checkpoint_copy import execute, plan_copies
 
         ids = [resolve(self.repo, run, step) for step in steps]
-        plan = plan_copies(self.repo, ids, to=to, run=to_run, step=to_step)
+        plan = plan_copies(self.repo, ids, to=to, run=to_run, step=to_step, stand_alone=stand_alone)
         return execute(self.repo, plan, to, emitter=self._emitter)
 
     def rename_run(self, run: str, new: str) -> RenamedRun:

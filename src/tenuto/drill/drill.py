@@ -61,7 +61,7 @@ def duration(text: str, what: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class ProvenRestore:
     """A restore that was proven. when: wall clock, as in manifests. seconds: that it took. place: from where."""
 
     id: CheckpointId
@@ -71,7 +71,7 @@ class Proof:
     host: str
 
     @classmethod
-    def of(cls, id: CheckpointId, body: Any) -> Proof:
+    def of(cls, id: CheckpointId, body: Any) -> ProvenRestore:
         """Reads a note, of whatever version."""
         seconds = body.get("seconds")
         known = float(seconds) if isinstance(seconds, int | float) else 0.0
@@ -102,7 +102,7 @@ class DrillPlan:
     steps: int
     tolerance: float
     recorded: dict[int, dict[str, float]]
-    last: Proof | None
+    last: ProvenRestore | None
     due: bool = True
 
 
@@ -121,7 +121,7 @@ class DrillResult:
     restore: Restore | None = None
     resume: Resume | None = None
     noted: str | None = None
-    before: Proof | None = None
+    before: ProvenRestore | None = None
 
     @property
     def proven(self) -> bool:
@@ -188,7 +188,7 @@ def plan_drill(
     the memory of this process, and where a script could not be compared.
     """
     unlock(repo)
-    last = newest_proof(repo, run)
+    last = newest_proven(repo, run)
     if step is None:
         id = _with_later_metrics(repo, run, metrics) if command else resolve(repo, run, "latest")
     else:
@@ -268,7 +268,7 @@ def _place(repo: Repo, place: Where) -> str:
 # Proofs.
 
 
-def proofs(repo: Repo, run: str) -> Iterator[Proof]:
+def proven_restores(repo: Repo, run: str) -> Iterator[ProvenRestore]:
     """Yields the newest proof of each checkpoint that has one, from the newest of the run down; of the newest few
     hundred checkpoints."""
     ids = (
@@ -277,20 +277,20 @@ def proofs(repo: Repo, run: str) -> Iterator[Proof]:
         for step in repo.committed(run, attempt)
     )
     for id in islice(ids, _LOOKED_AT):
-        found = proof_of(repo, id)
+        found = proven_of(repo, id)
         if found is not None:
             yield found
 
 
-def proof_of(repo: Repo, id: CheckpointId) -> Proof | None:
+def proven_of(repo: Repo, id: CheckpointId) -> ProvenRestore | None:
     """Returns a checkpoint's newest proof; None where it has none, or has been found damaged since."""
     kinds = [note for note in notes(repo, id, report=ignore) if note.kind in (PROVEN, "suspect")]
-    return Proof.of(id, kinds[-1].body) if kinds and kinds[-1].kind == PROVEN else None
+    return ProvenRestore.of(id, kinds[-1].body) if kinds and kinds[-1].kind == PROVEN else None
 
 
-def newest_proof(repo: Repo, run: str) -> Proof | None:
+def newest_proven(repo: Repo, run: str) -> ProvenRestore | None:
     """Returns the proof of the run that was made last."""
-    return max(proofs(repo, run), key=lambda one: seconds_of(one.when) or 0.0, default=None)
+    return max(proven_restores(repo, run), key=lambda one: seconds_of(one.when) or 0.0, default=None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -365,9 +365,9 @@ def _note(repo: Repo, result: DrillResult, emitter: Emitter) -> str | None:
     return kind
 
 
-def _before(repo: Repo, id: CheckpointId) -> Proof | None:
+def _before(repo: Repo, id: CheckpointId) -> ProvenRestore | None:
     """Returns the proof of the newest older checkpoint that has one."""
     try:
-        return next((one for one in proofs(repo, id.run) if one.id < id), None)
+        return next((one for one in proven_restores(repo, id.run) if one.id < id), None)
     except TenutoError:
         return None  # what failed matters more

@@ -131,11 +131,13 @@ def plan_copies(
     to: Where | None = None,
     run: str | None = None,
     step: int | None = None,
+    stand_alone: bool = False,
 ) -> RunCopyPlan:
     """Plans copies of `ids`, and writes nothing.
 
     to: another repository; None: this one. run: the run of the copies; None: that of the sources. step: of a single
-    copy; None: that of its source.
+    copy; None: that of its source. stand_alone: within a repository, too, the data is copied; it is in any case into a
+    run that was not forked from another, since only a fork may rest on data files of another run.
 
     Raises UsageError where names meet, or the run has come as far already; CheckpointNotFound and CorruptionError for
     sources that are not there, or are known to be damaged.
@@ -166,7 +168,7 @@ def plan_copies(
             subject=new,
             hint="--to-run NEWRUN copies into a run of its own; --to-step N gives one copy a later step",
         )
-    shares = same and target is not None and (own is None or forked_from_others(target, new))
+    shares = not stand_alone and same and target is not None and (own is None or forked_from_others(target, new))
     planned = []
     for id in ordered:
         manifest = repo.manifest(id)

@@ -20,7 +20,7 @@ from support.tiny_training import flip_leaf
 from tenuto import Tier, Tiers, every, keep
 from tenuto.cli import main
 from tenuto.cli.views import ages, drill_page
-from tenuto.drill.drill import PROVEN, Proof, duration, plan_drill
+from tenuto.drill.drill import PROVEN, ProvenRestore, duration, plan_drill
 from tenuto.drill.restore import clean_environment
 from tenuto.drill.resume import compare, later_metrics, steps_to_train
 from tenuto.errors import CheckpointNotFound, RunNotFound, UsageError
@@ -409,5 +409,5 @@ def test_durations(text: str, seconds: float) -> None:
 
 
 def test_a_note_of_another_version_is_still_a_proof() -> None:
-    found = Proof.of(CheckpointId("main", 1, 2), {"when": 3, "seconds": "x"})
+    found = ProvenRestore.of(CheckpointId("main", 1, 2), {"when": 3, "seconds": "x"})
     assert (found.when, found.seconds, found.age_s("2020-01-02T03:04:05Z")) == ("3", 0.0, None)

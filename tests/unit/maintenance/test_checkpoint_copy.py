@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,8 @@ from support.tiny_training import flip
 from tenuto import every, keep
 from tenuto.cli import main
 from tenuto.crashpoints import armed
-from tenuto.errors import CorruptionError, RemovalRefused, RunInUse, RunNotFound, UsageError
-from tenuto.maintenance import gc
+from tenuto.errors import CheckpointNotFound, CorruptionError, RemovalRefused, RunInUse, RunNotFound, UsageError
+from tenuto.maintenance import gc, undelete
 from tenuto.maintenance.checkpoint_copy import execute, plan_copies
 from tenuto.maintenance.remove import execute as execute_removal
 from tenuto.maintenance.remove import plan_remove
@@ -307,3 +308,111 @@ def test_a_checkpoint_since_the_plan_ends_the_renaming(source: Path) -> None:
     with pytest.raises(RunInUse, match="changed since the plan"):
         execute_rename(repo, plan)
     assert tenuto.Repository(source).checkpoints("new") == []
+
+
+# -- together with everything else -------------------------------------------------------------------------------------
+
+
+def test_a_stand_alone_copy_can_be_replicated(source: Path, tmp_path: Path) -> None:
+    repository = tenuto.Repository(source)
+    (made,) = repository.copy_to(to_run="fork", stand_alone=True).checkpoints
+    assert made.bytes > 800_000 and not repository.manifest(made.id).bases
+    assert repository.replicate(tmp_path / "copy").ok
+    assert w(tmp_path / "copy", run="fork") == 3
+
+
+def test_the_sources_retention_leaves_what_a_copy_needs(tmp_path: Path) -> None:
+    trained(tmp_path, keep=keep.latest(1))
+    tenuto.Repository(tmp_path).copy_to(to_run="fork")
+    trained(tmp_path, steps=6, keep=keep.latest(1))
+    assert [id.step for id in tenuto.Repository(tmp_path).checkpoints()] == [6]
+    assert w(tmp_path, run="fork") == 3
+    repo = repo_at(tmp_path)
+    gc.execute(repo, gc.plan_gc(repo, now=True))
+    assert_whole(repo)
+    execute_removal(repo, plan_remove(repo, tenuto.Repository(tmp_path).checkpoints("fork"), force=True))
+    gc.execute(repo, gc.plan_gc(repo, now=True, force=True))
+    gc.execute(repo, gc.plan_gc(repo, now=True, force=True))
+    assert not list(tmp_path.glob("runs/main/a0001/step-00000003/*.safetensors"))
+
+
+def test_a_training_goes_through_its_fork_with_differences(tmp_path: Path) -> None:
+    """Saves of the fork name chunks of the copy, which lie with the source."""
+    trained(tmp_path, encoding="small")
+    tenuto.Repository(tmp_path).copy_to(to_run="fork")
+    trained(tmp_path, steps=6, run="fork", encoding="small")
+    tenuto.Repository(tmp_path).rename_run("main", "old")
+    tenuto.Repository(tmp_path).rename_run("fork", "new")
+    assert (w(tmp_path, run="new"), w(tmp_path, run="new", step=4), w(tmp_path, run="old", step=1)) == (6, 4, 1)
+    repo = repo_at(tmp_path)
+    gc.execute(repo, gc.plan_gc(repo, now=True))
+    assert_whole(repo)
+
+
+def test_a_run_takes_its_old_name_back(source: Path) -> None:
+    repository = tenuto.Repository(source)
+    repository.rename_run("main", "new")
+    repository.rename_run("new", "main")
+    assert [id.step for id in repository.walk()][:3] == [3, 2, 1] and repository.checkpoints("new") == []
+    trained(source, steps=4)
+    assert w(source) == 4
+    assert_whole(repository.repo)
+
+
+def test_what_was_renamed_can_be_brought_back(source: Path) -> None:
+    repository = tenuto.Repository(source)
+    repository.rename_run("main", "new")
+    repo = repository.repo
+    undelete.execute(repo, undelete.plan_undelete(repo, CheckpointId("main", 1, 3)))
+    assert w(source) == 3 and w(source, run="new") == 3
+    assert_whole(repo)
+
+
+def test_one_of_two_copies_into_one_run_at_once_is_made(source: Path) -> None:
+    repository = tenuto.Repository(source)
+
+    def other() -> None:
+        with pytest.raises(RunInUse):
+            tenuto.Repository(source).copy_to(to_run="fork", steps=[1])
+
+    with armed("copies put, none visible", other):
+        repository.copy_to(to_run="fork", steps=[2])
+    assert [id.step for id in repository.checkpoints("fork")] == [2]
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_source_that_is_removed_meanwhile_leaves_no_copy(source: Path, after: int) -> None:
+    """Before its copy is begun, or between that and the look whether it is still there."""
+    repo, left = repo_at(source), [after]
+
+    def removed() -> None:
+        left[0] -= 1
+        if not left[0]:
+            execute_removal(repo, plan_remove(repo, [CheckpointId("main", 1, 3)], force=True))
+            gc.execute(repo, gc.plan_gc(repo, now=True))
+
+    with armed("save begun", removed), pytest.raises(CheckpointNotFound):
+        tenuto.Repository(source).copy_to(to_run="fork", steps=[2, 3])
+    assert tenuto.Repository(source).checkpoints("fork") == []
+    assert_whole(repo)
+
+
+def test_the_commands_plan_copy_and_ask(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*words: object) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as caught:
+            main([str(word) for word in words])
+        found = capsys.readouterr()
+        return int(caught.value.code or 0), found.out + found.err
+
+    assert run("cp", source, "2", tmp_path / "there", "--dry-run")[0] == 0 and not (tmp_path / "there").exists()
+    status, text = run("cp", source, "2", "3", tmp_path / "there")
+    assert status == 0 and "main/a0001/3  -> main/a0001/3" in text and "copied and verified" in text
+    assert w(tmp_path / "there", step=2) == 2
+    status, text = run("cp", source, "2")
+    assert status == 2 and "--to-run NEWRUN" in text
+    status, text = run("mv", source, "main", "new")
+    assert status == 2 and "--yes" in text and tenuto.Repository(source).checkpoints("new") == []
+    status, text = run("mv", source, "main", "new", "--yes")
+    assert status == 0 and "undelete" in text
+    status, text = run("du", source, "--json")
+    assert json.loads(text)["stored"] < 2_600_000  # three states of 800 kB, and nothing twice

@@ -37,6 +37,7 @@ def cp(
     to_step: Annotated[
         int | None, typer.Option("--to-step", min=0, metavar="N", help="Another step for a single copy.")
     ] = None,
+    stand_alone: Annotated[bool, typer.Option("--stand-alone", help="Copy the data within a repository too.")] = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -47,8 +48,10 @@ def cp(
     it needs it. Into another repository, which is made where there is none, every byte is copied and verified.
 
     A training that starts with the copies' run and repository resumes from the newest of them. All copies appear at
-    once, or none. For a copy of a repository under the same names: `tenuto replicate`.
+    once, or none. What shares data files is in no tier and no copy elsewhere: --stand-alone makes one that can be. For
+    a copy of a repository under the same names: `tenuto replicate`.
     """
+    from tenuto.cli.console.reporting import WarningReporter
     from tenuto.events import Emitter
     from tenuto.maintenance.checkpoint_copy import execute, plan_copies
     from tenuto.telemetry.progress import ProgressBar
@@ -63,12 +66,12 @@ def cp(
         )
     repo = repository(where)
     ids = [checkpoint(repo, run, name) for name in names or ["latest"]]
-    plan = plan_copies(repo, ids, to=to, run=to_run, step=to_step)
+    plan = plan_copies(repo, ids, to=to, run=to_run, step=to_step, stand_alone=stand_alone)
     done: RunCopy | None = None
     if not dry_run:
         bar = ProgressBar()
         try:
-            done = execute(repo, plan, to, emitter=Emitter.of([bar]))
+            done = execute(repo, plan, to, emitter=Emitter.of([bar, WarningReporter()]))
         finally:
             bar.close()
     if json:

@@ -36,9 +36,7 @@ def drill(
     due: Annotated[
         str | None, typer.Option("--due", metavar="TIME", help="Nothing while the last proof is younger: 7d.")
     ] = None,
-    timeout: Annotated[
-        str, typer.Option("--timeout", metavar="TIME", help="When a wait is given up.")
-    ] = "1h",
+    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="When a wait is given up.")] = "1h",
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, metavar="N", help="Steps of COMMAND; else to the next with metrics.")
     ] = None,
@@ -63,8 +61,10 @@ def drill(
     where something is not what was saved, 17 after --timeout, 20 and 22 where COMMAND does otherwise or fails, 27 where
     all is right and slower than --target.
     """
+    from tenuto.cli.console.reporting import WarningReporter
     from tenuto.cli.views import drill_page
     from tenuto.drill.drill import duration, execute, plan_drill
+    from tenuto.events import Emitter
 
     command = list(context.meta[BEHIND])
     name = _parts(words or [], command)
@@ -85,14 +85,15 @@ def drill(
     )
     if dry_run:
         if json:
-            output.document("drill", {"dry_run": True, "plan": dict(drill_page.plan_rows(plan))})
+            output.document("drill", {"dry_run": True, **drill_page.plan_document(plan)})
         else:
             output.line(output.rows(drill_page.plan_rows(plan)))
         return
     if plan.due:
         output.story(f"restoring {plan.id} in a process of its own")
     with exit_on_signals():
-        result = execute(repo, plan, on_step=lambda step: _progress(step, plan.id.step + plan.steps))
+        last, emitter = plan.id.step + plan.steps, Emitter.of([WarningReporter()])
+        result = execute(repo, plan, on_step=lambda step: _progress(step, last), emitter=emitter)
     if html is not None and plan.due:
         html.write_text(drill_page.html(result), "utf-8")
     if json:

@@ -31,11 +31,13 @@ def mv(
 
     Its checkpoints get new names, with their lines of training, times, metrics and tags; no data is copied. The old
     names go into the trash: `tenuto undelete` brings them back for 24 h. The script that trains it has to name the new
-    run. States in memory stay with the old name.
+    run. States in memory stay with the old name. What shares data files is in no tier and no copy elsewhere.
 
     Refused while a process trains the run, and where a pin or a hold names one of its checkpoints. One that was cut off
     continues when it is run again.
     """
+    from tenuto.cli.console.reporting import WarningReporter
+    from tenuto.events import Emitter
     from tenuto.maintenance.rename_run import execute, plan_rename
     from tenuto.units import count, size
 
@@ -50,9 +52,10 @@ def mv(
         if not json:
             output.line("nothing was written")
     elif agreed(f"Rename run {plan.run}, and put its old names into the trash?", yes=yes):
-        moved = execute(repo, plan)
+        moved = execute(repo, plan, emitter=Emitter.of([WarningReporter()]))
         if not json:
             output.line(f"run {plan.run} is run {plan.new} now")
+            output.story("the old names lie in the trash: `tenuto undelete` brings them back for 24 h")
     if json:
         body = {
             "where": repo.url,

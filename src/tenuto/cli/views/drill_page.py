@@ -12,7 +12,7 @@ from tenuto.model.ids import attempt_key
 from tenuto.units import count, seconds, size
 
 if TYPE_CHECKING:
-    from tenuto.drill.drill import DrillPlan, DrillResult, Proof
+    from tenuto.drill.drill import DrillPlan, DrillResult, ProvenRestore
 
 SHOWN: Final = 8
 """Wrong entries and metrics that are listed; --json has all of them."""
@@ -123,6 +123,21 @@ def plan_rows(plan: DrillPlan) -> list[tuple[str, str]]:
     return found
 
 
+def plan_document(plan: DrillPlan) -> dict[str, Any]:
+    """Returns what a drill would do as JSON."""
+    return {
+        "where": plan.where,
+        "checkpoint": plan.id,
+        "place": plan.place,
+        "due": plan.due,
+        "target_s": plan.target_s,
+        "command": list(plan.command),
+        "steps": plan.steps,
+        "recorded": {str(step): dict(metrics) for step, metrics in plan.recorded.items()},
+        "last_proof": _proof(plan.last),
+    }
+
+
 def _age(result: DrillResult) -> str:
     from tenuto.units import age
 
@@ -190,7 +205,7 @@ def _failure(failure: Any) -> dict[str, Any] | None:
     return None if failure is None else {"kind": failure.kind, "message": failure.message, "hint": failure.hint}
 
 
-def _proof(proof: Proof | None) -> dict[str, Any] | None:
+def _proof(proof: ProvenRestore | None) -> dict[str, Any] | None:
     return (
         None
         if proof is None
