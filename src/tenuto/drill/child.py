@@ -26,9 +26,9 @@ PRIVATE: Final = "#private/"
 
 
 def plain_path(path: str) -> str:
-    """Returns a path as it is compared: a name of a parameter inside an optimizer's state is one key once that has come
-    back without its class, and several segments before."""
-    return path.replace("~1", "/")
+    """Returns a path without what escapes separators in it: the name of a parameter inside an optimizer's state is
+    several segments, and one key once that state has come back without its class."""
+    return path.replace("~1", "/").replace("~0", "~").replace("~1", "/")
 
 
 def main() -> None:
@@ -55,13 +55,12 @@ def _restore(order: dict[str, Any], out: IO[str]) -> None:
     # The clock of the machine: the parent noted on it when it started this process.
     _write(out, record="loaded", at=time.monotonic(), seconds=found.seconds, pid=os.getpid(), step=found.step)
     flattened = flatten(found.state)
-    shared = {plain_path(spec.path): number for number, spec in enumerate(flattened.specs)}
-    chunk = int(order["chunk_bytes"])
-    for path, number in shared.items():
-        spec, content = flattened.specs[number], content_of(flattened, number)
-        for at, data in _parts(content, spec.shape, spec.itemsize, order["parts"].get(path)):
-            _write_leaf(out, path, (spec.dtype, spec.shape), data, chunk, at=at)
-    _write(out, record="values", values={plain_path(path): text for path, text in spelled(flattened).items()})
+    chunk, parts = int(order["chunk_bytes"]), order["parts"]
+    for number, spec in enumerate(flattened.specs):
+        boxes = parts.get(spec.path, parts.get(plain_path(spec.path)))
+        for at, data in _parts(content_of(flattened, number), spec.shape, spec.itemsize, boxes):
+            _write_leaf(out, spec.path, (spec.dtype, spec.shape), data, chunk, at=at)
+    _write(out, record="values", values=spelled(flattened))
     del flattened, found
     for rank in order["private"]:
         own = rank if order["ranks"] > 1 else None

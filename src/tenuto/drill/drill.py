@@ -45,7 +45,7 @@ TIMEOUT_S: Final = 3600.0
 """How long a restore may take, and each step of a script, unless told otherwise."""
 SLOW: Final = 27
 """The exit status of a restore that is right, and slower than its target."""
-_LOOKED_AT: Final = 200
+_LOOKED_AT: Final = 100
 """Checkpoints of a run whose notes are looked at for an earlier proof."""
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|)")
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -269,7 +269,7 @@ def _place(repo: Repo, place: Where) -> str:
 
 
 def proven_restores(repo: Repo, run: str) -> Iterator[ProvenRestore]:
-    """Yields the newest proof of each checkpoint that has one, from the newest of the run down; of the newest few
+    """Yields the newest proof of each checkpoint that has one, from the newest of the run down; of the newest
     hundred checkpoints."""
     ids = (
         CheckpointId(run_key(run), attempt, step)

@@ -28,7 +28,7 @@ from tenuto.model.records import Index, Manifest
 from tenuto.repo.keys import KEY_FILE, KEY_TEXT, PASSPHRASE
 from tenuto.repo.repository import Repo
 from tenuto.state.encode.flattener import flatten
-from tenuto.state.restore.rebuild import plain
+from tenuto.state.restore import rebuild
 from tenuto.state.tree import node_at
 
 PREFIX: Final = "TENUTO_"
@@ -199,35 +199,40 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _parts(indexes: list[Index]) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """Returns the boxes of each leaf that ranks have saved in parts."""
+    """Returns the boxes of each leaf that ranks have saved in parts, by its path and by its `plain_path`."""
     found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for index in indexes:
         for spec in index.specs:
             if spec.offsets is not None and not spec.private:
-                found.setdefault(plain_path(spec.path), []).append((spec.offsets, spec.shape))
+                for path in {spec.path, plain_path(spec.path)}:
+                    found.setdefault(path, []).append((spec.offsets, spec.shape))
     return found
 
 
 def _wrong_leaves(
     repo: Repo, manifest: Manifest, indexes: list[Index], records: list[dict[str, Any]]
 ) -> Iterator[WrongEntry]:
-    there = {(one["path"], tuple(one["at"]), one["rank"]): one for one in records if one["record"] == "leaf"}
-    shapes = {(one["path"], one["rank"]): tuple(one["shape"]) for one in records if one["record"] == "leaf"}
+    leaves = [one for one in records if one["record"] == "leaf"]
+    there: dict[tuple[str, int | None], dict[tuple[int, ...], dict[str, Any]]] = {}
+    for one in leaves:
+        there.setdefault((one["path"], one["rank"]), {})[tuple(one["at"])] = one
+    for one in leaves:  # where no leaf has that very path
+        there.setdefault((plain_path(one["path"]), one["rank"]), there[one["path"], one["rank"]])
     for index in indexes:
         for row, spec in enumerate(index.specs):
             rank = index.rank if spec.private else None
             shown = index.rank if spec.private and len(indexes) > 1 else None
-            path = spec.path if spec.private else plain_path(spec.path)
-            shape = shapes.get((path, rank))
-            one = there.get((path, spec.offsets or (), rank))
-            if shape is not None and shape != spec.leaf_shape:
+            found = there.get((spec.path, rank), there.get((plain_path(spec.path), rank), {}))
+            shape = next((tuple(one["shape"]) for one in found.values()), spec.leaf_shape)
+            part = found.get(spec.offsets or ())
+            if shape != spec.leaf_shape:
                 yield WrongEntry(spec.path, "shape", str(spec.leaf_shape), str(shape), shown)
-            elif one is None:
+            elif part is None:
                 yield WrongEntry(spec.path, "missing", spec.dtype, "nothing", shown)
-            elif one["dtype"] != spec.dtype:
-                yield WrongEntry(spec.path, "dtype", spec.dtype, one["dtype"], shown)
+            elif part["dtype"] != spec.dtype:
+                yield WrongEntry(spec.path, "dtype", spec.dtype, part["dtype"], shown)
             else:
-                bad = _differing(repo, manifest, index, row, bytes.fromhex(one["digests"]))
+                bad = _differing(repo, manifest, index, row, bytes.fromhex(part["digests"]))
                 if bad is not None:
                     where = f"first in bytes {bad * manifest.chunk_bytes} and following"
                     yield WrongEntry(spec.path, "bytes", "", where, shown)
@@ -248,8 +253,9 @@ def _differing(repo: Repo, manifest: Manifest, index: Index, row: int, found: by
 
 def _wrong_values(manifest: Manifest, records: list[dict[str, Any]]) -> Iterator[WrongEntry]:
     restored: dict[str, str] = next((one["values"] for one in records if one["record"] == "values"), {})
+    plain = {plain_path(path): text for path, text in restored.items()}
     for path, text in spelled_values(manifest.tree).items():
-        found = restored.get(plain_path(path))
+        found = restored.get(path, plain.get(plain_path(path)))
         if found == text or found in _without_class(manifest, path):
             continue
         yield WrongEntry(path, "value" if found is not None else "missing", text, str(found))
@@ -262,6 +268,6 @@ def _without_class(manifest: Manifest, path: str) -> tuple[str, ...]:
     if isinstance(node, Mapping) and not node.get("i", True):
         return ('{"!":"dict","i":[]}',)
     try:
-        return tuple(spelled(flatten({"value": plain(node)})).values())
+        return tuple(spelled(flatten({"value": rebuild.plain(node)})).values())
     except TenutoError:
         return ()

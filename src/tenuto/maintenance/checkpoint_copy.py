@@ -401,7 +401,7 @@ class _Gathered:
 
     def __init__(self, repo: Repo, manifest: Manifest, index: Index) -> None:
         stored = index.stored
-        assert stored is not None, "only an encoded index names packs of others"
+        assert stored is not None, "only an encoded index rests on others"
         self._repo, self._id, self._old = repo, manifest.id, index
         self.file = encoded_pack_file(index.rank, 0)
         self._header = build_header((), {"tenuto.pack": self.file, "tenuto.save_id": manifest.save_id})

@@ -105,6 +105,10 @@ def test_a_state_of_modules_optimizers_and_classes_is_proven(tmp_path: Path) -> 
     adam.step()
     values = {"nan": float("nan"), "big": 2**80, "text": "\ud800", "set": {1, 2}, "path": Path("x"), "red": Colour.RED}
     state = {"model": model, "adam": adam, "tied": model[0].weight, "b": b"x" * 2000, "empty": {}, **values}
+    state |= {"a/b": np.zeros(2), "a": {"b": np.ones(2), "~1": 3, "/": 4, "@": torch.nn.Linear(2, 2)}}
+    state["of a"] = torch.optim.SGD(state["a"]["@"].parameters(), momentum=0.9)
+    state["a"]["@"](torch.ones(2)).sum().backward()
+    state["of a"].step()
     state |= {"half": torch.ones(3, dtype=torch.bfloat16), "sparse": torch.eye(4).to_sparse(), "z": np.zeros((0, 3))}
     tenuto.save(state, tmp_path)
     found = tenuto.Repository(tmp_path).drill()

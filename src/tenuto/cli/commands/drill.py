@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,9 @@ from tenuto.cli.console.help_text import BEHIND, examples
 from tenuto.cli.console.options import checkpoint, repository, run_of
 from tenuto.cli.console.signals import exit_on_signals
 from tenuto.errors import UsageError
+
+if TYPE_CHECKING:
+    from tenuto.drill.drill import DrillPlan
 
 EXAMPLES = examples(
     "tenuto drill /data/checkpoints --target 60s",
@@ -92,8 +96,7 @@ def drill(
     if plan.due:
         output.story(f"restoring {plan.id} in a process of its own")
     with exit_on_signals():
-        last, emitter = plan.id.step + plan.steps, Emitter.of([WarningReporter()])
-        result = execute(repo, plan, on_step=lambda step: _progress(step, last), emitter=emitter)
+        result = execute(repo, plan, on_step=_progress(plan), emitter=Emitter.of([WarningReporter()]))
     if html is not None and plan.due:
         html.write_text(drill_page.html(result), "utf-8")
     if json:
@@ -119,5 +122,14 @@ def _parts(words: list[str], command: list[str]) -> str | None:
     return names[0] if names else None
 
 
-def _progress(step: int, last: int) -> None:
-    output.story(f"the script has completed step {step} of {last}")
+def _progress(plan: DrillPlan) -> Callable[[int], None]:
+    """Returns what to call as steps are completed. Only the first one is reported: steps may take less than a line."""
+    begun = False
+
+    def show(step: int) -> None:
+        nonlocal begun
+        if not begun:
+            output.story(f"training from step {plan.id.step} to step {plan.id.step + plan.steps}, on a copy")
+        begun = True
+
+    return show
