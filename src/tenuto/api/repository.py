@@ -176,7 +176,7 @@ class Repository:
         self,
         to: Where | None = None,
         *,
-        steps: Iterable[int | str | CheckpointId] = ("latest",),
+        steps: int | str | CheckpointId | Iterable[int | str | CheckpointId] = "latest",
         run: str = "main",
         to_run: str | None = None,
         to_step: int | None = None,
@@ -194,7 +194,8 @@ class Repository:
         """
         from tenuto.maintenance.checkpoint_copy import execute, plan_copies
 
-        ids = [resolve(self.repo, run, step) for step in steps]
+        wanted = [steps] if isinstance(steps, int | str | CheckpointId) else steps
+        ids = [resolve(self.repo, run, step) for step in wanted]
         plan = plan_copies(self.repo, ids, to=to, run=to_run, step=to_step, stand_alone=stand_alone)
         return execute(self.repo, plan, to, emitter=self._emitter)
 

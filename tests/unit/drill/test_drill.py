@@ -401,6 +401,8 @@ def test_the_command_leaves_with_what_went_wrong(cli: Any, where: Path) -> None:
     status, out, err = cli("drill", where)
     assert status == 12 and "NOT PROVEN" in out and "hint: " in err
     assert "no older checkpoint of run main was" in out.replace("\n", " ")
+    status, _, err = cli("drill", where, "2", "--html", where / "no" / "page.html")
+    assert status == 2 and "cannot be written" in err and kinds(where, 2) == [PROVEN]
     status, _, err = cli("drill", where, "2", "4")
     assert status == 2 and "takes one checkpoint" in err
 

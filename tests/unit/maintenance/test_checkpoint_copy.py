@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tenuto
 from support.saves_of_ranks import save_jointly, whole
@@ -31,6 +34,8 @@ from tenuto.repo.refs import put_ref
 from tenuto.repo.repository import Repo
 from tenuto.store.memory import MemoryStore
 from tenuto.store.registry import open_store
+
+_names = itertools.count()
 
 
 def killed_at(point: str, after: int, work: Callable[[], object]) -> bool:
@@ -131,11 +136,13 @@ def test_into_another_repository_every_byte_goes(tmp_path: Path, encoding: str) 
     assert_whole(two)
 
 
-@pytest.mark.parametrize("to", ["run", "repository"])
+@pytest.mark.parametrize("to", ["run", "repository", "repository from a copy that shares"])
 def test_checkpoints_of_several_ranks_keep_their_boxes(to: str) -> None:
     repo = Repo.create_or_open(MemoryStore(f"copied-{to}"), chunk_bytes=1024)
     (id, _) = save_jointly(repo)
-    target = MemoryStore(f"copied-{to}-to") if to == "repository" else None
+    if "shares" in to:
+        id = execute(repo, plan_copies(repo, [id], run="shared")).checkpoints[0].id
+    target = MemoryStore(f"copied-{to}-to") if to != "run" else None
     made = execute(repo, plan_copies(repo, [id], to=target, run="fork"), target).checkpoints[0]
     there = repo if target is None else Repo.open(target)
     before, after = repo.manifest(id), there.manifest(made.id)
@@ -145,6 +152,32 @@ def test_checkpoints_of_several_ranks_keep_their_boxes(to: str) -> None:
     for rank in range(3):
         assert there.index(after, rank).private == repo.index(before, rank).private
     assert_whole(there)
+
+
+@settings(max_examples=15)
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    steps=st.integers(1, 3),
+    encoding=st.sampled_from(["plain", "dedupe", "small"]),
+    hops=st.lists(st.sampled_from(["run", "whole", "repository"]), min_size=1, max_size=4),
+)
+def test_however_it_is_copied_it_stays_the_same(sizes: list[int], steps: int, encoding: Any, hops: list[str]) -> None:
+    name = f"hops-{next(_names)}"
+    repo = Repo.create_or_open(MemoryStore(name), chunk_bytes=64)
+    states = [{str(n): np.arange(size) % (7 + step) for n, size in enumerate(sizes)} for step in range(steps)]
+    for state in states:
+        tenuto.save(state, repo.store, encoding=encoding)
+    id, content = CheckpointId("main", 1, steps - 1), repo.manifest(CheckpointId("main", 1, steps - 1)).content
+    for number, hop in enumerate(hops):
+        to = MemoryStore(f"{name}-{number}") if hop == "repository" else None
+        plan = plan_copies(repo, [id], to=to, run=f"r{number}", stand_alone=hop == "whole")
+        id = execute(repo, plan, to).checkpoints[0].id
+        repo = repo if to is None else Repo.open(to)
+        assert repo.manifest(id).content == content
+        assert bool(repo.manifest(id).bases) == (hop == "run")
+    found = tenuto.load(repo.store, run=id.run, log="silent").state
+    assert all(np.array_equal(found[name], array) for name, array in states[-1].items())
+    assert_whole(repo)
 
 
 def test_a_training_resumes_from_a_fork_elsewhere_bit_for_bit(tmp_path: Path) -> None:
@@ -198,7 +231,7 @@ def test_what_makes_no_sense_is_refused(source: Path, tmp_path: Path) -> None:
     ]:
         with pytest.raises(UsageError, match=words):
             repository.copy_to(**more)
-    repository.copy_to(to_run="fork", steps=[2])
+    repository.copy_to(to_run="fork", steps=2)
     with pytest.raises(UsageError, match="at step 2 already"):
         repository.copy_to(to_run="fork", steps=[1])
     repository.replicate(tmp_path / "copy")

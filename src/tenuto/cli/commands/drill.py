@@ -98,7 +98,7 @@ def drill(
     with exit_on_signals():
         result = execute(repo, plan, on_step=_progress(plan), emitter=Emitter.of([WarningReporter()]))
     if html is not None and plan.due:
-        html.write_text(drill_page.html(result), "utf-8")
+        _write_page(html, drill_page.html(result))
     if json:
         output.document("drill", {"dry_run": False, **drill_page.document(result)})
     else:
@@ -120,6 +120,17 @@ def _parts(words: list[str], command: list[str]) -> str | None:
             hint="a script to train on with stands behind `--`: tenuto drill WHERE 500 -- python train.py",
         )
     return names[0] if names else None
+
+
+def _write_page(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"the page cannot be written to {path}: {error.strerror}",
+            subject=str(path),
+            hint="the outcome is noted all the same; --html FILE in a directory that is there and can be written to",
+        ) from error
 
 
 def _progress(plan: DrillPlan) -> Callable[[int], None]:

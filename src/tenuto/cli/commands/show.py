@@ -196,15 +196,15 @@ def _damage(notes: Sequence[Note]) -> Iterator[tuple[str, str]]:
 def _restorable(notes: Sequence[Note]) -> Iterator[tuple[str, str]]:
     """Yields what the last drill has shown."""
     from tenuto.cli.views.run_listing import restorable
-    from tenuto.units import seconds
+    from tenuto.units import count, seconds
 
     if not (words := restorable(notes)):
         return
     body = next(note.body for note in reversed(notes) if note.kind == "proven")
     if isinstance(took := body.get("seconds"), int | float):
         words += f", in {seconds(took)} on {body.get('host')} from {body.get('place')}"
-    if steps := body.get("steps"):
-        words += f", {steps} later steps repeated"
+    if isinstance(steps := body.get("steps"), int) and steps:
+        words += f", {count(steps, 'later step')} repeated"
     yield "restorable", words.removeprefix("restorable: ")
 
 
