@@ -351,7 +351,7 @@ def _note(repo: Repo, result: DrillResult, emitter: Emitter) -> str | None:
             "leaves": restored.leaves,
             "steps": compared,
         }
-    elif plan.place == repo.url and (restored.wrong or (restored.failure is not None and restored.failure.damage)):
+    elif plan.place == repo.url and restored.damaged:
         kind = "suspect"
         found = [str(one) for one in restored.wrong] or [restored.failure.message if restored.failure else ""]
         body |= {"count": len(found), "findings": [text[:1000] for text in found[:20]]}

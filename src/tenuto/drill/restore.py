@@ -102,6 +102,14 @@ class Restore:
         return self.failure is None and not self.wrong
 
     @property
+    def damaged(self) -> bool:
+        """Returns whether bytes are not what was saved. An entry that is missing or of another type may as well be the
+        fault of a library there."""
+        if self.failure is not None:
+            return self.failure.damage
+        return any(one.what == "bytes" for one in self.wrong)
+
+    @property
     def rate(self) -> float:
         """Returns the bytes of the state per second of `load_s`."""
         return self.bytes / self.load_s if self.load_s > 0 else 0.0
