@@ -26,7 +26,7 @@ from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.engine.staging.buffer_layout import plan_layout
 from tenuto.errors import SaveFailed, TenutoError
-from tenuto.maintenance import gc, remove, retention, undelete
+from tenuto.maintenance import checkpoint_copy, gc, remove, rename_run, retention, undelete
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, Manifest, PackEntry
 from tenuto.policy import keep
@@ -317,6 +317,36 @@ class Job:
         self.mark("undelete begun", id)
         undelete.execute(self.repo, undelete.plan_undelete(self.repo, id))
         self.mark("undeleted", id)
+
+    def copy(self, run: str, *ids: CheckpointId) -> list[CheckpointId]:
+        """Copies of these into a new run of the repository, which share their data files."""
+        made = [CheckpointId(run, 1, id.step) for id in ids]
+        self.mark(CLAIMING, run, ids[0])
+        self._copies_begun(dict(zip(ids, made, strict=True)))
+        checkpoint_copy.execute(self.repo, checkpoint_copy.plan_copies(self.repo, ids, run=run))
+        self.mark(CLAIMED, (run, 1), ids[0])
+        for id in made:
+            self.mark("acknowledged", id)
+        return made
+
+    def rename(self, run: str, new: str, *ids: CheckpointId) -> list[CheckpointId]:
+        """Another name for a run of one attempt that has these checkpoints, the oldest first."""
+        made = [CheckpointId(new, 1, id.step) for id in ids]
+        self.mark(CLAIMING, new, ids[0])
+        self._copies_begun(dict(zip(ids, made, strict=True)))
+        for id in ids:
+            self.mark("rm begun", id)
+        rename_run.execute(self.repo, rename_run.plan_rename(self.repo, run, new))
+        self.mark(CLAIMED, (new, 1), ids[0])
+        for old, id in zip(ids, made, strict=True):
+            self.mark("acknowledged", id)
+            self.mark("rm done", old)
+        return made
+
+    def _copies_begun(self, made: dict[CheckpointId, CheckpointId]) -> None:
+        for source, id in made.items():
+            state = state_at(self.program.seed, 1, source.step, elements=self.program.elements)
+            self.mark("begun", id, saved(state))
 
     def give_up(self) -> None:
         """Closes the save that failed, as the engine does."""

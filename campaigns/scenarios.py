@@ -269,6 +269,20 @@ def removed_with_its_base(program: Program) -> None:
     operator.remove(second)
 
 
+def under_other_names(program: Program) -> None:
+    """Copies in another run, whose sources are removed, and another name for that run."""
+    job = program.start()
+    job.claim()
+    ids = [job.save(step) for step in (10, 20)]
+    job.release()
+    job.die()
+    operator = program.start()
+    made = operator.copy("fork", *ids)
+    operator.remove(ids[0])
+    operator.collect_now()
+    operator.rename("fork", "final", *made)
+
+
 def resting_while_gc_runs(program: Program) -> None:
     """A save names the packs of a checkpoint that somebody has removed, while gc frees that."""
     job = program.start()
@@ -429,5 +443,6 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("resting on others", resting_on_others),
         Scenario("removed with its base", removed_with_its_base),
         Scenario("resting while gc runs", resting_while_gc_runs),
+        Scenario("under other names", under_other_names),
     )
 }

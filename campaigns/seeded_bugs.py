@@ -145,13 +145,13 @@ def _same_attempt() -> Iterator[None]:
     """A restarted job goes on in the attempt of the dead one instead of claiming its own."""
     original = claim._try_put
 
-    def put(repo: Repo, run: str, number: int, parent: CheckpointId | None, why: Any, ended: Any) -> Any:
+    def put(repo: Repo, run: str, number: int, parent: CheckpointId | None, **more: Any) -> Any:
         if number > 1:
             try:
                 return repo.attempt(run, number - 1)
             except ObjectNotFound:
                 pass
-        return original(repo, run, number, parent, why, ended)
+        return original(repo, run, number, parent, **more)
 
     with mock.patch.object(claim, "_try_put", put):
         yield

@@ -33,6 +33,8 @@ NAMES: Final[frozenset[str]] = frozenset(
         "manifest durable, not yet reported",
         "migrated checkpoints durable, none visible",
         "a migrated checkpoint is visible",
+        "copies put, none visible",
+        "a copy is visible",
         "ranks met, repository not yet opened",
         "repository opened, nothing chosen yet",
         "packs copied, checkpoint not looked for again",

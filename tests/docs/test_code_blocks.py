@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +76,7 @@ INSTEAD = {
         "every(steps=100)": "every(steps=2)",
     },
     "docs/guides/object-stores.md": {"s3://my-bucket/llm": "bucket"},
+    "docs/guides/drill.md": {"-- python train.py": f"-- {sys.executable} train.py"},
     "docs/guides/hdfs.md": {"hdfs://namenode:8020/ckpts/llm": "hdfs"},
 }
 """Changes to a page's blocks: fewer steps, a directory for a bucket, and what joins two blocks. Each has to be found on

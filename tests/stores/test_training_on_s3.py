@@ -74,6 +74,27 @@ def test_a_training_is_killed_and_resumes(s3: str, tmp_path: Path) -> None:  # n
     assert not list(tmp_path.glob("s3*"))  # nowhere taken for a directory
 
 
+@pytest.mark.parametrize("encoding", ["plain", "small"])
+def test_a_training_is_forked_into_s3_drilled_there_and_resumes(s3: str, tmp_path: Path, encoding: str) -> None:  # noqa: F811
+    def train(where: Any, steps: int, run: str = "main") -> Any:
+        rng = np.random.default_rng(0)
+        state = {"w": np.zeros(2000), "rng": rng}
+        settings: dict[str, Any] = {"keep": keep.all(), "encoding": encoding, "log": "silent"}
+        with tenuto.Checkpointer(where, state, run=run, save=every(steps=2), **settings) as ckpt:
+            for _ in ckpt.steps(steps):
+                state["w"] += rng.standard_normal(2000)
+        return state["w"]
+
+    train(tmp_path / "here", 6)
+    tenuto.Repository(tmp_path / "here").copy_to(f"{s3}/there", steps=[4], to_run="fork")
+    there = tenuto.Repository(f"{s3}/there")
+    there.copy_to(run="fork", to_run="again")
+    assert there.drill(run="fork") and there.drill(run="again")
+    expected = train(tmp_path / "whole", 8)
+    assert np.array_equal(train(f"{s3}/there", 8, "fork"), expected)
+    assert np.array_equal(train(f"{s3}/there", 8, "again"), expected)
+
+
 def test_two_repositories_in_one_bucket_do_not_see_each_other(s3: str) -> None:  # noqa: F811
     for name, value in (("a", 1.0), ("a/b", 2.0), ("ab", 3.0)):
         tenuto.save({"w": np.full(10, value)}, f"{s3}/{name}")

@@ -36,13 +36,16 @@ from tenuto.store.registry import open_store, redirected
 if TYPE_CHECKING:
     from tenuto.api.export import Exported
     from tenuto.api.migrate import Check, MigrationReport
+    from tenuto.drill.drill import DrillResult
     from tenuto.history.bisect import Bisection
     from tenuto.history.compare import Comparison
     from tenuto.history.fork import ForkPlan
     from tenuto.history.rollback import RollbackPlan
     from tenuto.history.timeline import Timeline
+    from tenuto.maintenance.checkpoint_copy import RunCopy
     from tenuto.maintenance.compare_copy import CopyCheck
     from tenuto.maintenance.copy_elsewhere import CopyReport
+    from tenuto.maintenance.rename_run import RenamedRun
     from tenuto.maintenance.status import Status
 
 
@@ -359,6 +362,45 @@ class Repository:
 
         return check_copy(self.repo, open_store(of), run=run, every_byte=read, emitter=self._emitter)
 
+    def copy_to(
+        self,
+        to: Where | None = None,
+        *,
+        steps: int | str | CheckpointId | Iterable[int | str | CheckpointId] = "latest",
+        run: str = "main",
+        to_run: str | None = None,
+        to_step: int | None = None,
+        stand_alone: bool = False,
+    ) -> RunCopy:
+        """Copies checkpoints of `run` into run `to_run` of this repository, or of `to`, which is made where there is no
+        repository. Within a repository the copies share all data files; into another one every byte is copied and
+        verified. A training of that run there resumes from the newest. All appear at once, or none.
+
+        `to_run`: None: the same name. `to_step`: the step of a single copy; None: that of its source. `stand_alone`:
+        copies the data within a repository too. What shares data files is in no tier, and `replicate` leaves it out.
+
+        Raises UsageError where names meet, the run has come as far already, or sealed bytes would leave their
+        repository; RunInUse, CheckpointNotFound and CorruptionError, and errors of the stores.
+        """
+        from tenuto.maintenance.checkpoint_copy import execute, plan_copies
+
+        wanted = [steps] if isinstance(steps, int | str | CheckpointId) else steps
+        ids = [resolve(self.repo, run, step) for step in wanted]
+        plan = plan_copies(self.repo, ids, to=to, run=to_run, step=to_step, stand_alone=stand_alone)
+        return execute(self.repo, plan, to, emitter=self._emitter)
+
+    def rename_run(self, run: str, new: str) -> RenamedRun:
+        """Gives a run another name: its checkpoints with their lines of training, metrics, times and tags, no data
+        copied. The old names go into the trash, where `tenuto undelete` finds them for 24 h. Called again, it continues
+        where it was cut off.
+
+        Raises RunNotFound, RunInUse while a process trains the run, RemovalRefused where a pin or a hold names one of
+        its checkpoints or another run would resume from one, and UsageError where `new` has checkpoints of its own.
+        """
+        from tenuto.maintenance.rename_run import execute, plan_rename
+
+        return execute(self.repo, plan_rename(self.repo, run, new), emitter=self._emitter)
+
     @staticmethod
     def migrate(
         source: str | Path,
@@ -449,6 +491,53 @@ class Repository:
         rounded = None if dtype is None else float_type(dtype)
         choice = Choice(entry, include, exclude, strip, rename, rounded)
         return export(self.repo, Path(out), lambda: run, step, to=to, choice=choice, force=force, emitter=self._emitter)
+
+    def drill(
+        self,
+        step: int | str | CheckpointId | None = None,
+        *,
+        run: str = "main",
+        place: Where | None = None,
+        target_s: float | None = None,
+        timeout_s: float = 3600.0,
+        command: Sequence[str] = (),
+        steps: int | None = None,
+        metrics: Sequence[str] = (),
+        tolerance: float = 0.0,
+        due_s: float | None = None,
+        note: bool = True,
+    ) -> DrillResult:
+        """Proves a restore as a stranger would make it: a new process loads the checkpoint, and every leaf and value
+        that it holds is compared with what was saved. With `command`, that script then trains on from a copy, and the
+        metrics that it logs are compared with those that later checkpoints of the line have recorded. The proof, or
+        the damage, is noted on the checkpoint (`note`).
+
+        - `step`: None: the latest; with a command the newest that has later checkpoints with metrics.
+        - `place`: a location of the repository, or a copy of it, to restore from; None: as a restore does it.
+        - `target_s`: within how many seconds the state shall be in memory; `timeout_s`: after how many it is given up.
+        - `steps`, `metrics`: how far the script trains (None: to the next checkpoint with metrics), and what is
+          compared of it (all, where empty), bit for bit or within the relative `tolerance`.
+        - `due_s`: nothing is done while the newest proof of the run is younger.
+
+        What is wrong is in the result, which is false then. Raises RunNotFound, CheckpointNotFound, UsageError where
+        something cannot be drilled, and errors of the store.
+        """
+        from tenuto.drill.drill import execute, plan_drill
+
+        plan = plan_drill(
+            self.repo,
+            step,
+            run=run,
+            place=place,
+            target_s=target_s,
+            timeout_s=timeout_s,
+            command=command,
+            steps=steps,
+            metrics=metrics,
+            tolerance=tolerance,
+            due_s=due_s,
+        )
+        return execute(self.repo, plan, note=note, emitter=self._emitter)
 
     def status(self, run: str | None = None, *, newest: int = 4) -> Status:
         """Returns which of the newest checkpoints is whole in which place, how far each place is behind, who trains,

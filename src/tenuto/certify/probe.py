@@ -23,6 +23,7 @@ from tenuto.codec.digest import digest
 from tenuto.concurrency.process import judge, this_process
 from tenuto.errors import TenutoError, UsageError, typed
 from tenuto.model import canonical_json
+from tenuto.model.canonical_json import tag_number
 from tenuto.model.records import Json, Owner
 from tenuto.policy import keep
 from tenuto.policy.save import Moment, SaveHistory, SavePolicy
@@ -30,7 +31,7 @@ from tenuto.state.contract import Flattened
 from tenuto.state.encode.flattener import flatten
 from tenuto.state.frameworks import type_name
 from tenuto.state.position.positions import has_state
-from tenuto.state.tree import ROOT, children, kind_of, walk
+from tenuto.state.tree import OWN, ROOT, children, kind_of, walk
 from tenuto.store.contract import Where
 from tenuto.store.registry import CERTIFY_VARIABLE, broken_order, certify_order, open_store, same_store
 
@@ -53,6 +54,20 @@ def entries(flattened: Flattened) -> dict[str, str]:
     found = dict(_spelled_entries(flattened.tree, _by_leaf(flattened, marks[:shared]), ""))
     if flattened.private is not None:
         found.update(_spelled_entries(flattened.private, marks[shared:], ""))
+    return found
+
+
+def spelled(flattened: Flattened) -> dict[str, str]:
+    """Returns the plain values of the state that ranks share, by path, as `entries` spells them; none of its leaves."""
+    return spelled_values(flattened.tree)
+
+
+def spelled_values(tree: Json) -> dict[str, str]:
+    """Returns the plain values of a tree by path, as `entries` spells them; none that each rank has for itself."""
+    found: dict[str, str] = {}
+    for where, node in walk(tree, ""):
+        if kind_of(node) not in ("leaf", "alias", OWN) and not children(node, where):
+            found[where or ROOT] = _spelling(node)
     return found
 
 
@@ -85,17 +100,27 @@ def _spelled_entries(tree: Json, marks: list[str], path: str) -> Iterator[tuple[
         elif kind == "alias":
             yield where or ROOT, f"the same as leaf {node['n']}"
         elif not children(node, where):
-            text = canonical_json.dumps(node).decode("ascii")
-            yield where or ROOT, text if len(text) <= SPELLED else f"xxh3:{digest(text.encode()).hex()}"
+            yield where or ROOT, _spelling(node)
 
 
-def _leaf(flattened: Flattened, number: int) -> str:
+def _spelling(node: Json) -> str:
+    text = canonical_json.dumps(node).decode("ascii")
+    return text if len(text) <= SPELLED else f"xxh3:{digest(text.encode()).hex()}"
+
+
+def content_of(flattened: Flattened, number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Returns a copy of a leaf's bytes in host memory."""
     spec, source = flattened.specs[number], flattened.sources[number]
     content = np.empty(spec.nbytes, np.uint8)
     if spec.nbytes:
         bound = flattened.devices[flattened.device[number]].bind([spec], [content])
         bound.copy([source], 0, 1)
         bound.wait()
+    return content
+
+
+def _leaf(flattened: Flattened, number: int) -> str:
+    spec, content = flattened.specs[number], content_of(flattened, number)
     where = "" if spec.offsets is None else f" at {list(spec.offsets)}"
     return f"{spec.dtype}{list(spec.shape)}{where} xxh3:{digest(content).hex()}"
 
@@ -115,6 +140,7 @@ class CertifyOrder:
     save_at: the step to save, and to be killed after; None saves nothing.
     last: the step after which to exit.
     owner: the certifying process; once it is gone, the script ends.
+    metrics_only: whether metrics are recorded after each step, and not the state.
     """
 
     where: str
@@ -123,6 +149,7 @@ class CertifyOrder:
     last: int
     save_at: int | None
     owner: Owner
+    metrics_only: bool = False
 
     def environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}
@@ -131,15 +158,17 @@ class CertifyOrder:
         return f"{self.trail}.rank-{rank:05}" if rank else self.trail
 
     def means(self, where: Where) -> bool:
-        """Returns whether `where` is the redirected store."""
-        return same_store(where, self.where)
+        """Returns whether `where` is the redirected store, or what it is redirected to."""
+        return same_store(where, self.where) or same_store(where, self.scratch)
 
     def orphaned(self) -> bool:
         return judge(self.owner) == "dead"
 
 
-def order_of(where: str, scratch: str, trail: str, *, last: int, save_at: int | None) -> CertifyOrder:
-    return CertifyOrder(where, scratch, trail, last, save_at, this_process())
+def order_of(
+    where: str, scratch: str, trail: str, *, last: int, save_at: int | None, metrics_only: bool = False
+) -> CertifyOrder:
+    return CertifyOrder(where, scratch, trail, last, save_at, this_process(), metrics_only)
 
 
 def current_order(environment: Mapping[str, str] | None = None) -> CertifyOrder | None:
@@ -170,8 +199,8 @@ class EnoughSteps(SystemExit):
 class TrailWriter:
     """Appends records to the order's trail, each in one write at the end of the file.
 
-    Records: `built` (a Checkpointer exists), `row`, `saved` (the step is committed: kill me), `done`, and `refused`
-        (why this script cannot be certified).
+    Records: `built` (a Checkpointer exists), `row`, `metrics` (of a completed step), `saved` (the step is
+        committed: kill me), `done`, and `refused` (why this script cannot be certified).
     """
 
     def __init__(self, order: CertifyOrder, rank: int = 0, world_size: int = 1) -> None:
@@ -410,7 +439,10 @@ class CertifyProbe:
 
     def _record_row(self, *, start: bool = False) -> None:
         counters = self._session.position.counters
-        found = entries(self._snapshots.now())
+        if self._order.metrics_only and not start:
+            metrics = {name: tag_number(value) for name, value in self._session.metrics.items()}
+            self._trail_writer.write("metrics", step=counters.step, metrics=metrics)
+        found = {} if self._order.metrics_only else entries(self._snapshots.now())
         self._trail_writer.row(
             Row(counters.step, counters.epoch, counters.batch, found, tuple(self._batches), start),
         )

@@ -20,6 +20,7 @@ from tenuto.certify.proof import CertifiedScript
 from tenuto.certify.verdict import ExactnessVerdict, Row, Trail, Trails, differs, judge, not_seen, worst
 from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.errors import DeadlineExceeded, ScriptFailed
+from tenuto.model.canonical_json import untag_number
 from tenuto.sharding.holdings import rank_names
 
 
@@ -56,6 +57,7 @@ class TrailFollower:
         self.saved: int | None = None
         self.done: dict[str, Any] | None = None
         self.rows: list[Row] = []
+        self.metrics: dict[int, dict[str, float]] = {}
 
     @property
     def step(self) -> int:
@@ -83,6 +85,9 @@ class TrailFollower:
             if row.start:
                 self.rows = [earlier for earlier in self.rows if not earlier.start]
             self.rows.append(row)
+        elif kind == "metrics":
+            found = {name: float(untag_number(value)) for name, value in record["metrics"].items()}
+            self.metrics.setdefault(int(record["step"]), {}).update(found)
         elif kind == "saved":
             self.saved = int(record["step"])
         elif kind == "done":
@@ -148,6 +153,8 @@ class Script:
     patience_s: float
     on_step: ReportStep = lambda step: None
     launch: Launch = launch
+    purpose: str = "certified"
+    """What an error says that it cannot be."""
     status: int | None = None
     seconds: float = 0.0
     _ranks: list[TrailFollower] = field(default_factory=list)
@@ -169,6 +176,11 @@ class Script:
         self.status, self.seconds = process.returncode, time.monotonic() - began
         self._check()
         return tuple(one.trail() for one in self._ranks)
+
+    @property
+    def metrics(self) -> Mapping[int, Mapping[str, float]]:
+        """What rank 0 has logged, by step, where the order asks for that."""
+        return self._ranks[0].metrics
 
     @property
     def saved(self) -> int | None:
@@ -239,7 +251,9 @@ class Script:
         refused = self._refused
         if refused is not None:
             raise ScriptFailed(
-                f"the script cannot be certified: {refused['reason']}", subject=self.name, hint=str(refused["hint"])
+                f"the script cannot be {self.purpose}: {refused['reason']}",
+                subject=self.name,
+                hint=str(refused["hint"]),
             )
         if self.done and self.order.save_at is not None and self.saved is None:
             raise ScriptFailed(

@@ -192,7 +192,8 @@ def _named(store: Store, run: str) -> Iterator[CheckpointId]:
 
 
 def _walk(repo: Repo, run: str, attempts: list[int], steps: dict[int, list[int]]) -> CheckpointId | None:
-    """Performs the walk of I4, implemented a second time from the design. For runs without forks only."""
+    """Performs the walk of I4, implemented a second time from the design. Of what it went on from in other runs, only
+    the attempt itself is looked at."""
     bound: int | None = None
     number = max(attempts, default=0)
     while number > 0:
@@ -200,6 +201,9 @@ def _walk(repo: Repo, run: str, attempts: list[int], steps: dict[int, list[int]]
         if committed_steps:
             return CheckpointId(run, number, max(committed_steps))
         parent = repo.attempt(run, number).parent if number in attempts else None
+        if parent is not None and parent.run != run:
+            there = [id for id in _named(repo.store, parent.run) if id.attempt == parent.attempt and id <= parent]
+            return max(there, default=None)
         if parent is not None:
             number, bound = parent.attempt, parent.step
         else:

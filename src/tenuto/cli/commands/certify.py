@@ -6,17 +6,16 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tenuto.cli.console import help_text, options, output
+from tenuto.cli.console.signals import exit_on_signals
 from tenuto.errors import TenutoError, UsageError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def certify(  # noqa: PLR0917 - options; nobody passes them by position
     """
     from tenuto.certify.runner import Certifier
 
-    with _exit_on_signals(), _place(where, scratch, keep) as place:
+    with exit_on_signals(), _place(where, scratch, keep) as place:
         with _progress() as show:
             found = Certifier(_absolute(where), command, place, steps, more, patience, show).run()
         recorded = _record(_absolute(where), found)
@@ -246,21 +245,6 @@ def _nearest_directory(where: str) -> Path | None:
     while not above.is_dir():
         above = above.parent
     return above if os.access(above, os.W_OK) else None
-
-
-@contextlib.contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP exit like Ctrl-C: what was started is killed, what was written is removed."""
-
-    def exit_on_signal(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    earlier = {number: signal.signal(number, exit_on_signal) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

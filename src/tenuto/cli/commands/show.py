@@ -132,7 +132,7 @@ def _page(repo: Repo, where: str, manifest: Manifest, loaded: Contents, notes: t
     metrics = with_notes(manifest.metrics, notes)
     place = f"{repo.url.rstrip('/')}/{manifest.id.directory}"
     texts = [("note" if number == 0 else "", text) for number, text in enumerate(texts_of(notes))]
-    unusual = [*_damage(notes), *texts, *_unusual(repo, manifest, loaded, metrics)]
+    unusual = [*_damage(notes), *_restorable(notes), *texts, *_unusual(repo, manifest, loaded, metrics)]
     marks = _marks(repo, manifest.id, notes)
     page = Page(manifest, loaded, place, marks, *verdict_of(manifest.certificate), metrics, unusual)
     for text in page.lines():
@@ -193,6 +193,21 @@ def _damage(notes: Sequence[Note]) -> Iterator[tuple[str, str]]:
 
     if verification_of(notes) == "suspect":
         yield "damage", "`tenuto verify` found some; a resume passes over this checkpoint while its bytes are wrong"
+
+
+def _restorable(notes: Sequence[Note]) -> Iterator[tuple[str, str]]:
+    """Yields what the last drill has shown."""
+    from tenuto.cli.views.run_listing import restorable
+    from tenuto.units import count, seconds
+
+    if not (words := restorable(notes)):
+        return
+    body = next(note.body for note in reversed(notes) if note.kind == "proven")
+    if isinstance(took := body.get("seconds"), int | float):
+        words += f", in {seconds(took)} on {body.get('host')} from {body.get('place')}"
+    if isinstance(steps := body.get("steps"), int) and steps:
+        words += f", {count(steps, 'later step')} repeated"
+    yield "restorable", words.removeprefix("restorable: ")
 
 
 def _unusual(

@@ -30,26 +30,30 @@ EXIT_CODES: Final[dict[int, str]] = {
     17: "a wait reached its deadline",
     18: "the store failed (input/output, permission)",
     19: "the store is full",
-    20: "certify: the resume is not exact",
+    20: "certify, drill: the training resumes otherwise than it went",
     21: "certify: the training does not repeat itself",
     22: "the training script failed, or cannot be certified",
     23: "the processes of the job did not agree",
     24: "replicate --check: the copy lags behind",
     25: "replicate: the copy has something else under the same names",
     26: "sealed: no key was given, or the wrong one",
+    27: "drill: everything is right, and took longer than --target",
     130: "interrupted",
 }
 
 
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
-    "look": ("ls", "log", "show", "compare", "status", "du", "verify", "config"),
+    "look": ("ls", "log", "show", "status", "du", "config"),
+    "compare": ("compare", "bisect"),
+    "prove": ("verify", "drill", "certify"),
+    "keep": ("tag", "pin", "note", "keep", "rm", "undelete", "gc"),
+    "lines": ("rollback", "fork", "cp", "mv"),
+    "copies": ("replicate", "promote"),
     "formats": ("import", "migrate", "export"),
-    "history": ("rollback", "fork", "bisect"),
-    "keep": ("tag", "pin", "note", "keep", "rm", "undelete", "gc", "replicate", "promote"),
     "memory": ("flush", "memory"),
     "seal": ("key", "sign"),
     "run": ("run", "chaos", "simulate"),
-    "try": ("certify", "bench", "probe", "demo"),
+    "try": ("bench", "probe", "demo"),
 }
 """The commands, as `tenuto --help` groups them."""
 
@@ -67,10 +71,15 @@ def examples(*lines: str) -> str:
     return "\n".join(lines)
 
 
+BEHIND: Final = "tenuto.behind"
+"""Under which a command's context keeps the words behind `--`, which are another program's."""
+
+
 class PlainCommand(TyperCommand):
     """Shows arguments and options by their names, defaults in words, no types. WHERE may be left out."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[BEHIND] = args[args.index("--") + 1 :] if "--" in args else []
         return list(super().parse_args(ctx, with_place(self, ctx, args)))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -61,15 +61,11 @@ def carry_out(
 ) -> None:
     """Plans, executes and reports."""
     from tenuto.api.migrate import Rules, execute, plan_migration
+    from tenuto.cli.console.reporting import WarningReporter
     from tenuto.cli.console.where import default_place
-    from tenuto.events import Emitter, Event, Warned
+    from tenuto.events import Emitter
     from tenuto.formats.convert import Renaming, float_type
     from tenuto.telemetry.progress import ProgressBar
-
-    class WarningReporter:
-        def emit(self, event: Event) -> None:
-            if isinstance(event, Warned):
-                output.story(f"warning: {event.message}")
 
     where = where or default_place()
     rules = Rules(Renaming(rename or (), strip), None if dtype is None else float_type(dtype), entry)

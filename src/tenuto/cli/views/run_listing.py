@@ -20,6 +20,7 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
 from tenuto.repo.format.object_names import NOTES
 from tenuto.repo.notes import verification_of
+from tenuto.units import age
 
 if TYPE_CHECKING:
     from tenuto.maintenance.census import SaveDirectory
@@ -96,7 +97,8 @@ class RunRow:
             marks.append("left behind")
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
         if verdicts and self.state == "committed":
-            marks.append("SUSPECT" if verdicts[-1] == "suspect" else verdicts[-1])
+            proof = restorable(self.notes)
+            marks.append("SUSPECT" if verdicts[-1] == "suspect" else proof or verdicts[-1])
         if self.latest and self.verdict is not None and self.verdict in EXACTNESS:
             marks.append(EXACTNESS[self.verdict])
         return [*marks, *(f"tagged {name}" for name in self.tags), *marks_of_refs(self.pins)]
@@ -123,6 +125,17 @@ class RunRow:
             "verdict": self.verdict,
             "goes": self.goes or None,
         }
+
+
+def restorable(notes: Sequence[Note]) -> str:
+    """Returns when a drill has last proven the restore, as `restorable: proven 3 d ago`; empty where none has, or where
+    damage was noted since."""
+    verdicts = [note for note in notes if note.kind in ("proven", "suspect")]
+    if not verdicts or verdicts[-1].kind == "suspect":
+        return ""
+    seconds = age_s(str(verdicts[-1].body.get("when", "")))
+    ago = "" if seconds is None else age(max(seconds, 0.0))
+    return f"restorable: proven{f' {ago} ago' if ago else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +216,8 @@ def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> li
     from tenuto.repo.lineage import latest
 
     runs = _all_saves(repo) if limit is None else _newest_saves(repo, only, limit)
+    saves = [save for found in runs.values() for save in found.saves if save.state == "committed"]
+    resting = {base: str(save.id) for save in saves for base in save.bases}
     if only is not None:
         key = run_key(only)
         if key not in runs:
@@ -216,7 +231,7 @@ def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> li
     refs, rows = refs_of(repo), []
     for run, found in sorted(runs.items()):
         newest = latest(repo, run)
-        listed = tuple(_rows(repo, run, found.saves, newest, refs))
+        listed = tuple(_rows(repo, run, found.saves, newest, refs, resting=resting))
         owner, best = owner_of(repo, run), _best(run, listed)
         rows.append(RunRows(run, found.attempts, listed, newest, found.more, owner, best))
     return rows
@@ -319,6 +334,8 @@ def _rows(
     saves: list[SaveDirectory],
     newest: CheckpointId | None,
     refs: Mapping[CheckpointId, tuple[Ref, ...]],
+    *,
+    resting: Mapping[CheckpointId, str],
 ) -> Iterator[RunRow]:
     from tenuto.maintenance.marks import valid_marks
     from tenuto.repo.lineage import stretches
@@ -331,7 +348,6 @@ def _rows(
         if stretch.run == run and stretch.attempt < lowest:
             break
         line.append(stretch)
-    resting = {base: str(save.id) for save in saves if save.state == "committed" for base in save.bases}
     for save in sorted(saves, key=lambda save: (save.id.attempt, save.id.step), reverse=True):
         manifest, cut = save.manifest, _cut(repo, save)
         notes = notes_of(repo, save.id) if save.state == "committed" and _has_notes(save) else ()

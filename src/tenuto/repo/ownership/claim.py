@@ -243,7 +243,7 @@ def _put_claim(
             if ended and before_put is not None:
                 before_put()
             how = (found.beats, found.verdict == "dead" and not found.released) if found.beats else None
-            record = _try_put(repo, run, found.number + 1, parent, why, how)
+            record = _try_put(repo, run, found.number + 1, parent, why=why, ended=how)
             if record is not None:
                 return record, found
             continue
@@ -259,7 +259,13 @@ def _put_claim(
 
 
 def _try_put(
-    repo: Repo, run: str, number: int, parent: CheckpointId | None, why: tuple[str, str], ended: tuple[int, bool] | None
+    repo: Repo,
+    run: str,
+    number: int,
+    parent: CheckpointId | None,
+    *,
+    why: tuple[str, str],
+    ended: tuple[int, bool] | None,
 ) -> AttemptRecord | None:
     """Claims the first number from `number` on that no copied directory occupies; returns None if another process was
     faster."""
