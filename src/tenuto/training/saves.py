@@ -15,6 +15,7 @@ from tenuto.engine.read.choose import Restored
 from tenuto.engine.save import handle as handles
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save
+from tenuto.engine.save.health import HealthWatch
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.engine.save.saver import Saver
@@ -47,6 +48,7 @@ from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, Unlogged
 from tenuto.training.retention_worker import RetentionWorker
 from tenuto.training.stats import SaveTotals, Stats
 from tenuto.training.tier_worker import TierWorker
+from tenuto.training.unhealthy import HealthReports
 
 
 def _possible(encoding: Encoding, repo: Repo) -> Encoding:
@@ -203,6 +205,12 @@ class RunSaver:
                 warn=self.report,
                 group=group,
             )
+        if settings.on_unhealthy == "stop" and not group.acts_at_once:
+            raise UsageError(
+                "on_unhealthy='stop' is for one process: of several ranks only the coordinator learns of it",
+                subject="on_unhealthy",
+                hint="pass a function, which is called on rank 0, and let it tell the others",
+            )
         unlock(repo, settings.key, writing=True)
         protocol = group.protocol(repo)
         self.saver = Saver(
@@ -218,6 +226,15 @@ class RunSaver:
             beside=self.memory.tier if self.memory is not None else None,
             protocol=protocol,
             encoding=_possible(settings.encoding, repo),
+            health=HealthWatch(repo, protocol.rank) if settings.health else None,
+        )
+        self.health = HealthReports(
+            repo,
+            run_key(run),
+            settings.on_unhealthy,
+            modes=settings.modes,
+            report=self.report,
+            acts=group.coordinates,
         )
         self.admission = SaveAdmission(
             self.saver, run, emitter, skip=settings.on_busy == "skip", group=group, missed=protocol.missed
@@ -419,6 +436,11 @@ class RunSaver:
         if well and self.attempt is not None and not self._coordinates:
             self.retention.now(self.attempt)
 
+    def raise_troubles(self) -> None:
+        """Raises what `raise_loss` and `raise_failure` do."""
+        self.raise_loss()
+        self.raise_failure()
+
     def raise_failure(self) -> None:
         """Raises the failure in the background since the last call, if `on_error` says so or ownership is lost."""
         with self.lock:
@@ -471,8 +493,10 @@ class RunSaver:
             self._notes.tag(save, names)
         self._write_notes(NOTE_DEADLINE_S)
 
-    def seen(self, metrics: Mapping[str, float]) -> None:
+    def seen(self, metrics: Mapping[str, float], step: int) -> None:
+        """Sees metrics of a step as they are logged."""
         self._unlogged.seen(metrics)
+        self.health.logged(step, metrics)
 
     @property
     def logged(self) -> frozenset[str]:
@@ -519,6 +543,9 @@ class RunSaver:
             self._notes.write()
             return
         self.exit_status.clear()
+        manifest = self.saver.manifest
+        if manifest is not None and manifest.id == save.id and self._coordinates:
+            self.health.committed(save.id, manifest.health)
         self._notes.write()
         if self.attempt is not None:
             self.attempt.committed(save.step)

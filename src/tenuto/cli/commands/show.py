@@ -146,7 +146,8 @@ def _marks(repo: Repo, id: CheckpointId, notes: Sequence[Note]) -> list[str]:
 
     on_walk = any(stretch.covers(id) for stretch in stretches(repo, id.run, known={id}))
     tags = tags_of(repo).get(id, ())
-    row = RunRow(id, "committed", latest(repo, id.run) == id, on_walk, notes=tuple(notes), tags=tags)
+    newest, health = latest(repo, id.run) == id, repo.manifest(id).health
+    row = RunRow(id, "committed", newest, on_walk, notes=tuple(notes), tags=tags, health=health)
     return row.marks()
 
 
@@ -200,6 +201,8 @@ def _unusual(
     of = sum(len(index.packs) for index in loaded.indexes)
     for url, many in (_packs_by_place(repo, manifest, loaded) or {}).items():
         yield "data files in", f"{url or 'no location that can be reached from here'}: {many} of {of}"
+    if manifest.health is not None and not manifest.health.healthy:
+        yield "unhealthy", str(manifest.health)
     for name, by in _unlogged(manifest, metrics).items():
         yield "not logged", f"{name}, which {by} uses"
 
@@ -279,6 +282,7 @@ def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, .
         "metrics": metrics,
         "unlogged": _unlogged(manifest, metrics),
         "notes": [{"kind": note.kind, **note.body} for note in notes],
+        "health": None if manifest.health is None else manifest.health.to_json(),
         "environment": manifest.environment,
         "certificate": manifest.certificate,
         "packs_in": _packs_by_place(repo, manifest, loaded),

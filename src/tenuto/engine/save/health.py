@@ -1,0 +1,258 @@
+"""What a save finds of the values that it writes: statistics of each leaf, and which leaves have become NaN or infinite.
+
+Each block is looked at right after it was digested, while the processor still has it. Whether anything is not finite is
+found of every block. Norm and extremes take longer: of them only as many blocks are looked at as a share of the save's
+time allows, and first those of leaves that the save before has left out, so that each leaf is at least in every second
+save.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from tenuto.codec.chunk_map import chunk_sizes
+from tenuto.codec.statistics import BLOCK_BYTES, floats_of, kind_of, look_of, many
+from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError
+from tenuto.model.health import SHOWN, Health
+from tenuto.model.leaf import dtype
+from tenuto.repo.format.leaf_statistics import RowStatistics, decode
+from tenuto.state.tree import leaf_nodes
+
+if TYPE_CHECKING:
+    from tenuto.engine.save.job import Job
+    from tenuto.engine.staging.plan import SavePlan
+    from tenuto.model.ids import CheckpointId
+    from tenuto.model.records import Index
+    from tenuto.repo.repository import Repo
+
+Array = np.ndarray[Any, Any]
+SHARE: Final = 0.25
+"""The part of a save's time, since its first chunk, that norms and extremes may take."""
+WAITED_SHARE: Final = 0.05
+"""The same of a save that training waits for."""
+FREE_BYTES: Final = 4 << 20
+"""Bytes of a save that are looked at in full, whatever the time."""
+SHORT_BYTES: Final = 8 << 10
+"""Leaves up to this length are looked at several at once."""
+RANKS: Final = 16
+"""The most ranks of a parent whose indexes are read to find what was not finite before."""
+
+
+class StateStatistics:
+    """Statistics of the leaves of one image, as it is digested. Columns are by leaf, in the order of the index.
+
+    due: which leaves the save before has not looked at in full. share: of the time, as SHARE.
+    """
+
+    batch_bytes = BLOCK_BYTES
+
+    def __init__(self, plan: SavePlan, due: Array | None, share: float) -> None:
+        chunks, rows = plan.chunks, plan.rows
+        count = len(rows)
+        self._plan = plan
+        self._image = np.frombuffer(plan.arena.buffer.data, np.uint8)
+        self._leaf = np.searchsorted(chunks.start, chunks.row, side="right") - 1
+        self._names = [rows.dtypes[code] for code in rows.code.tolist()]
+        self._short = plan.layout.length <= SHORT_BYTES
+        self._due = np.zeros(count, np.bool_) if due is None or len(due) != count else due
+        self._share = share
+        self._began: float | None = None
+        self._spent = 0.0
+        sizes = np.array([dtype(name).size for name in rows.dtypes], np.int64)[rows.code] if count else np.zeros(0)
+        self.elements = plan.layout.length // np.maximum(sizes, 1)
+        self.nonfinite, self.nan, self.sampled = (np.zeros(count, np.int64) for _ in range(3))
+        self.square = np.zeros(count)
+        self.low, self.high = np.full(count, math.inf), np.full(count, -math.inf)
+
+    def look(self, first: int, stop: int) -> None:
+        """Looks at chunks `first..stop-1` of the image."""
+        began = time.perf_counter()
+        if self._began is None:
+            self._began = began
+        chunks = self._plan.chunks
+        begins, ends, leaves = (column[first:stop].tolist() for column in (chunks.begin, chunks.end, self._leaf))
+        allowed = ends[-1] <= FREE_BYTES or self._spent <= self._share * (began - self._began)
+        short: dict[str, list[tuple[int, int, int]]] = {}
+        at, count = 0, len(leaves)
+        while at < count:
+            leaf, begin = leaves[at], begins[at]
+            name = self._names[leaf]
+            if self._short[leaf]:
+                if kind_of(name) is not None:
+                    short.setdefault(name, []).append((leaf, begin, ends[at]))
+                at += 1
+                continue
+            while at + 1 < count and leaves[at + 1] == leaf:
+                at += 1
+            self._block(leaf, name, self._image[begin : ends[at]], full=allowed or bool(self._due[leaf]))
+            at += 1
+        for name, found in short.items():
+            self._many(name, found)
+        self._spent += time.perf_counter() - began
+
+    def _block(self, leaf: int, name: str, data: Array, *, full: bool) -> None:
+        look = look_of(name)
+        if look is None:
+            return
+        size = dtype(name).size
+        # Where an item is no divisor of a chunk, one lies on the border of two blocks: it is in neither's statistics.
+        lead = -self._before(leaf, data) % size
+        data = data[lead : lead + (len(data) - lead) // size * size]
+        if not len(data):
+            return
+        found = look(data, full)
+        self.nonfinite[leaf] += found.nonfinite
+        self.nan[leaf] += found.nan
+        if full:
+            self.sampled[leaf] += len(data) // size
+            self.square[leaf] += found.square
+            self.low[leaf] = min(self.low[leaf], found.low)
+            self.high[leaf] = max(self.high[leaf], found.high)
+
+    def _before(self, leaf: int, data: Array) -> int:
+        """Returns at which byte of its leaf a block begins."""
+        at: int = data.ctypes.data - self._image.ctypes.data
+        return at - int(self._plan.layout.start[leaf])
+
+    def _many(self, name: str, found: list[tuple[int, int, int]]) -> None:
+        leaves = np.array([leaf for leaf, _, _ in found], np.int64)
+        values = floats_of(np.concatenate([self._image[begin:end] for _, begin, end in found]), name)
+        per_leaf = self.elements[leaves] * (len(values) // max(int(self.elements[leaves].sum()), 1))
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_leaf)[:-1]])
+        columns = many(values, starts)
+        for column, values_of in zip((self.nonfinite, self.nan, self.square, self.low, self.high), columns, strict=True):
+            column[leaves] = values_of
+        self.sampled[leaves] = self.elements[leaves]
+
+    def norm(self) -> Array:
+        """Returns each leaf's norm, scaled up to all its elements. float64."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scale = np.where(self.sampled > 0, self.elements / np.maximum(self.sampled, 1), 0.0)
+        found: Array = np.sqrt(self.square * scale)
+        return found
+
+
+@dataclass(slots=True)
+class _Before:
+    """What is known of the save before: digests of its chunks, and which leaves were not finite."""
+
+    fingerprint: str = ""
+    digests: Array | None = None
+    due: Array | None = None
+    usual: frozenset[str] = frozenset()
+    """Leaves that were not finite when training began, and have been so since."""
+    bad: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class HealthWatch:
+    """Looks at the values of the saves of one run. Used by one writing thread after the other."""
+
+    repo: Repo
+    rank: int = 0
+    _before: _Before | None = None
+    _looks: dict[str, StateStatistics] = field(default_factory=dict)
+    """By save id: of saves under way."""
+    _next: _Before | None = None
+
+    def watch(self, job: Job) -> None:
+        """Looks at the image of this save as it is digested. Called before its first chunk is."""
+        before = self._before
+        due = before.due if before is not None and before.fingerprint == job.plan.fingerprint else None
+        share = SHARE if job.digest_while_writing else WAITED_SHARE
+        job.digester.observer = self._looks[job.save.save_id] = StateStatistics(job.plan, due, share)
+
+    def concluded(self, job: Job, index: Index, parent: CheckpointId | None) -> tuple[Index, Health]:
+        """Returns the index with the statistics of its rows, and the health of what it describes, once all of the image
+        is digested. `parent`: the attempt's, for the first save of it."""
+        look = self._looks[job.save.save_id]
+        paths = [spec.path for spec in index.specs] if look.nonfinite.any() else []
+        wrong = {paths[row]: row for row in np.flatnonzero(look.nonfinite).tolist()}
+        usual = self._usual(wrong, look, job, parent) if wrong else frozenset()
+        bad = [path for path in wrong if path not in usual]
+        digests = job.digester.digests()
+        changed, fraction = self._changed(job, digests)
+        norms = look.norm()
+        floating = np.array([kind_of(name) in ("float", "complex") for name in look._names], np.bool_)
+        with np.errstate(over="ignore"):
+            rows = RowStatistics(
+                norm=np.where(look.sampled > 0, norms, math.nan).astype(np.float32),
+                min=np.where(look.low <= look.high, look.low, math.nan).astype(np.float32),
+                max=np.where(look.low <= look.high, look.high, math.nan).astype(np.float32),
+                changed=np.asarray(changed, np.float32),
+                sampled=(look.sampled / np.maximum(look.elements, 1)).astype(np.float32),
+                nonfinite={
+                    row: (int(look.nonfinite[row]), int(look.nan[row]), path in usual) for path, row in wrong.items()
+                },
+            )
+            norm = float(np.sqrt(np.square(norms[floating]).sum()))
+        health = Health(len(bad), tuple(bad[:SHOWN]), int(look.nonfinite.sum()), norm, fraction)
+        due = (look.sampled == 0) & (look.elements > 0)
+        self._next = _Before(job.plan.fingerprint, digests, due, usual, frozenset(bad))
+        if index.sealed is not None:  # whoever has no key learns nothing of single tensors
+            return index, health
+        return replace(index, statistics=rows.encoded()), health
+
+    def committed(self, job: Job) -> None:
+        """Makes this save the one before the next."""
+        self._before, self._next = self._next, None
+        self._looks.pop(job.save.save_id, None)
+
+    def ended(self, save_id: str) -> None:
+        """Forgets a save that is over, well or not."""
+        self._looks.pop(save_id, None)
+
+    def _changed(self, job: Job, digests: Array) -> tuple[Array, float | None]:
+        """Returns which fraction of each leaf, and of all, is not as in the save before, by the digests of chunks."""
+        plan, before = job.plan, self._before
+        count = len(plan.layout.length)
+        if before is None or before.digests is None or before.fingerprint != plan.fingerprint:
+            return np.full(count, math.nan), None
+        sizes = chunk_sizes(plan.layout.length, plan.chunk_bytes)
+        moved = np.concatenate([[0], np.cumsum(sizes * (digests != before.digests).any(axis=1))])
+        of_leaf = moved[plan.chunks.start[1:]] - moved[plan.chunks.start[:-1]]
+        total = int(plan.layout.length.sum())
+        return of_leaf / np.maximum(plan.layout.length, 1), int(moved[-1]) / total if total else 0.0
+
+    def _usual(
+        self, wrong: dict[str, int], look: StateStatistics, job: Job, parent: CheckpointId | None
+    ) -> frozenset[str]:
+        """Returns which leaves that are not finite have always been so: masks, and buffers that nothing fills."""
+        before = self._before or self._of_parent(parent)
+        if before is not None:
+            return frozenset(path for path in wrong if path in before.usual)
+        nodes = dict(leaf_nodes(job.flattened.tree))
+        if job.flattened.private is not None:
+            nodes |= dict(leaf_nodes(job.flattened.private))
+        found = set()
+        for path, row in wrong.items():
+            node = nodes.get(path, {})
+            infinite = not look.nan[row] and not node.get("param") and not node.get("grad")
+            if node.get("buffer") or infinite:
+                found.add(path)
+        return frozenset(found)
+
+    def _of_parent(self, parent: CheckpointId | None) -> _Before | None:
+        """Returns what the checkpoint that training resumed from says; None where there is none, or it says nothing."""
+        if parent is None:
+            return None
+        usual, bad = set(), set()
+        try:
+            manifest = self.repo.manifest(parent)
+            if manifest.health is None:
+                return None
+            ranks = range(len(manifest.indexes)) if len(manifest.indexes) <= RANKS else [self.rank]
+            for rank in ranks:
+                index = self.repo.index(manifest, rank)
+                found = decode(index.statistics, len(index.specs), name=f"the index of {parent}")
+                for row, (_, _, always) in ({} if found is None else found.nonfinite).items():
+                    (usual if always else bad).add(index.specs[row].path)
+        except (CheckpointNotFound, CorruptionError, StoreError):
+            return None  # the save does not fail for it: what is not known counts as in a first save
+        return _Before(usual=frozenset(usual), bad=frozenset(bad))
+
