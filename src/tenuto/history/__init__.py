@@ -1,0 +1,1 @@
+"""What happened to the checkpoints of a run: how one differs from another."""
