@@ -58,8 +58,9 @@ def health(repo: Repo, id: CheckpointId) -> CheckpointHealth:
             continue
         columns = (found.norm, found.min, found.max, found.changed, found.sampled)
         for row, (spec, *values) in enumerate(zip(index.specs, *(column.tolist() for column in columns), strict=True)):
-            numbers = [None if math.isnan(value) else value for value in values[:4]]
-            leaves.append(LeafHealth(spec.path, rank, *numbers, values[4], *found.nonfinite.get(row, (0, 0, False))))
+            norm, low, high, changed = (None if math.isnan(value) else value for value in values[:4])
+            bad, nan, usual = found.nonfinite.get(row, (0, 0, False))
+            leaves.append(LeafHealth(spec.path, rank, norm, low, high, changed, values[4], bad, nan, usual))
     return CheckpointHealth(id, manifest.health, tuple(leaves))
 
 

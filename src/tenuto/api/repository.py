@@ -21,8 +21,8 @@ from tenuto.store.contract import Where
 from tenuto.store.registry import open_store, redirected
 
 if TYPE_CHECKING:
-    from tenuto.api.health import CheckpointHealth
     from tenuto.api.export import Exported
+    from tenuto.api.health import CheckpointHealth
     from tenuto.api.migrate import Check, MigrationReport
     from tenuto.history.diff import Diff
     from tenuto.maintenance.compare_copy import CopyCheck

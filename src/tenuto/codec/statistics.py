@@ -318,4 +318,3 @@ def _decoded(byte: int, mantissa: int, bias: int, special: str) -> float:
         return math.nan if rest else math.copysign(math.inf, -1 if byte >> 7 else 1)
     magnitude = math.ldexp(rest + (1 << mantissa if exponent else 0), max(exponent, 1) - bias - mantissa)
     return -magnitude if byte >> 7 else magnitude
-

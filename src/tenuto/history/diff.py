@@ -239,15 +239,15 @@ class _Reader:
 
     def _block(self, one: tuple[int, Block]) -> None:
         number, block = one
-        _, *pair = self._pairs[number]
-        buffers = [self._buffer(place, leaf, block) for place, leaf in enumerate(pair)]
-        for leaf, out in zip(pair, buffers, strict=True):
+        _, a, b = self._pairs[number]
+        first, second = self._buffer(0, a, block), self._buffer(1, b, block)
+        for leaf, out in ((a, first), (b, second)):
             size = dtype(leaf.dtype).size
             leaf.read(out, replace(block, start=block.start * size, stop=block.stop * size))
-        add_block(self._sums[number], *buffers, (pair[0].dtype, pair[1].dtype))
+        add_block(self._sums[number], first, second, (a.dtype, b.dtype))
         if self._progress is not None:
             with self._lock:
-                self._done += sum(map(len, buffers))
+                self._done += len(first) + len(second)
                 self._progress(self._done, self.nbytes)
 
     def _buffer(self, place: int, leaf: LeafSource, block: Block) -> Buffer:

@@ -2,7 +2,8 @@
 `keep.weekly(weeks)`, `keep.within(days=)`, `keep.all()`.
 
 Whatever the policy decides, retention (I7) never removes the checkpoint that `latest` means, the last verified one and
-the last healthy one on the walk of I4, or one that is pinned, tagged, on hold, being copied or needed by something else.
+the last healthy one on the walk of I4, or one that is pinned, tagged, on hold, being copied or needed by something
+else.
 """
 
 from __future__ import annotations

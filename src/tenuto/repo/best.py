@@ -66,9 +66,9 @@ class Measured:
 def best(repo: Repo, run: str, selector: BestSelector) -> CheckpointId:
     """Returns the run's best checkpoint by a metric, also where training has left its line behind.
 
-    Ties go to the newest. NaN is never best, nor is a checkpoint that is known to be damaged, or unhealthy. Raises CheckpointNotFound
-    if the run has no checkpoint, MetricNotLogged, naming those that exist, if none has the metric, and UsageError if
-    no mode is given and none is recorded.
+    Ties go to the newest. NaN is never best, nor is a checkpoint that is known to be damaged, or unhealthy. Raises
+    CheckpointNotFound if the run has no checkpoint, MetricNotLogged, naming those that exist, if none has the metric,
+    and UsageError if no mode is given and none is recorded.
     """
     return best_of(measured(repo, run), selector, run)
 
@@ -90,12 +90,17 @@ def best_of(found: list[Measured], selector: BestSelector, run: str) -> Checkpoi
             subject=metric,
             hint=f"{BEST}{metric}:min, or {BEST}{metric}:max",
         )
-    ranked = Best(1, metric, mode).ranked([CheckpointFacts(one.id, metrics=one.metrics, healthy=one.healthy) for one in with_metric])
+    ranked = Best(1, metric, mode).ranked(
+        [CheckpointFacts(one.id, metrics=one.metrics, healthy=one.healthy) for one in with_metric]
+    )
     damaged = {one.id for one in with_metric if one.suspect}
     whole = [facts.id for facts in ranked if facts.id not in damaged]
     if whole:
         return whole[0]
-    why = "is nan or in an unhealthy one in" if not ranked else "is a number only in damaged ones of"
+    if ranked:
+        why = "is a number only in damaged ones of"
+    else:
+        why = "is nan in" if all(one.healthy for one in with_metric) else "is nan, or what has it is unhealthy, in"
     raise CheckpointNotFound(
         f"run {run!r} has no best checkpoint: {metric} {why} all {len(with_metric)} that have it",
         subject=metric,

@@ -32,4 +32,6 @@ def way_back(url: str, last: CheckpointId | None) -> str:
     """Returns how to go back to the last healthy checkpoint, in words."""
     if last is None:
         return "no healthy checkpoint is there"
-    return f"the newest healthy one is step {last.step}: {typed('tenuto', 'rollback', url, last.step, '--run', last.run)}"
+    return (
+        f"the newest healthy one is step {last.step}: {typed('tenuto', 'rollback', url, last.step, '--run', last.run)}"
+    )

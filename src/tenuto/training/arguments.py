@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 from tenuto.concurrency.deadlines import seconds
 from tenuto.errors import PolicyConflict, UsageError
@@ -21,14 +21,12 @@ from tenuto.repo.keys import KeySource
 from tenuto.repo.refs import check_tag, is_name
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.frameworks import find_snapshot
-
-if TYPE_CHECKING:
-    from tenuto.training.unhealthy import Unhealthy
+from tenuto.training.unhealthy import Unhealthy
 
 OnBusy = Literal["wait", "skip"]
 OnError = Literal["warn", "raise"]
 Capture = Literal["eager", "fenced"]
-OnUnhealthy = Callable[["Unhealthy"], object] | Literal["stop"] | None
+OnUnhealthy = Callable[[Unhealthy], object] | Literal["stop"] | None
 ResumeFrom = Literal["latest"] | int | str | None
 """A step, a tag (of another run, too: that forks it), attempt/step such as "a0007/500", or None to start afresh."""
 

@@ -107,9 +107,9 @@ class Checkpointer:
     - `health`: whether saves look at the values that they write: what is NaN or infinite, norms, extremes, and how much
       has changed. A checkpoint in which leaves have become NaN or infinite is unhealthy: it is never best, and
       retention keeps the newest healthy one beside it. False: nothing is looked at.
-    - `on_unhealthy`: what happens, at the next step, once such a save is committed or a metric that is logged jumps or
-      diverges: a function of a `tenuto.Unhealthy`, or "stop", which ends the loop as `stop` does. With several ranks the
-      coordinator's is called, and "stop" ends all. None: a warning.
+    - `on_unhealthy`: what happens, at the next step, once such a save is committed or a logged metric that falls, such
+      as a loss, jumps up or diverges: a function of a `tenuto.Unhealthy`, called on rank 0, or "stop", which ends the
+      loop as `stop` does (of one process, and not for a single jump). None: a warning of such a save.
     - `ranks`: the processes of this job, if torch.distributed does not know them (`tenuto.SharedFiles`). All of them
       give the same arguments, and save, tag and `stop` at the same steps; they agree on what only one can know (a
       clock, a signal, a metric).

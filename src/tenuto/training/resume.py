@@ -12,7 +12,14 @@ from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.image_store import Image
 from tenuto.engine.memory_tier.memory_restore import MemoryRestore
 from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult, Skipped, report_skipped, report_unhealthy
+from tenuto.engine.read.choose import (
+    CheckpointLeaves,
+    Restored,
+    RestoreResult,
+    Skipped,
+    report_skipped,
+    report_unhealthy,
+)
 from tenuto.engine.read.opened import Opened, open_checkpoint, open_image
 from tenuto.engine.read.peek import peeking
 from tenuto.engine.read.sharded_reader import PrivateEntry

@@ -115,4 +115,3 @@ class HealthReports:
                 self._report(f"training stops: {found.message}; {way_back(self._repo.url, found.last_healthy)}")
                 stop = True
         return stop
-

@@ -39,9 +39,7 @@ def diff(
         str | None, typer.Option("--entry", metavar="PATH", help="Only what is at or below this path.")
     ] = None,
     sort: Annotated[str, typer.Option("--sort", metavar="HOW", help="By change, or by path.")] = "change",
-    limit: Annotated[
-        int, typer.Option("--limit", min=0, metavar="N", help="Leaves that are listed; 0: all.")
-    ] = LIMIT,
+    limit: Annotated[int, typer.Option("--limit", min=0, metavar="N", help="Leaves that are listed; 0: all.")] = LIMIT,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -55,6 +53,8 @@ def diff(
     """
     from tenuto.api.diff import diff as compare
     from tenuto.api.diff import is_file_of_weights
+    from tenuto.events import Emitter, Progress
+    from tenuto.telemetry.progress import ProgressBar
 
     if sort not in ("change", "path"):
         raise UsageError(f"--sort {sort} is neither change nor path", subject="--sort", hint="--sort change")
@@ -67,8 +67,20 @@ def diff(
     target: CheckpointId | str = b
     if not (other is not None and is_file_of_weights(other)):
         target = checkpoint(repo if other is None else repository(other), run, b)
-    with output.progress_of("compare", str(a)) as progress:
-        found = compare(repo, a, target, run=a.run, where=other, entry=entry, progress=progress)
+    bar = ProgressBar()
+    emitter = Emitter.of([bar])
+    try:
+        found = compare(
+            repo,
+            a,
+            target,
+            run=a.run,
+            where=other,
+            entry=entry,
+            progress=lambda done, total: emitter.emit(Progress("compare", str(a), done, total)),
+        )
+    finally:
+        bar.close()
     how = cast("Literal['change', 'path']", sort)
     if json:
         output.document("diff", _json(found, how))

@@ -261,7 +261,12 @@ def owner_of(repo: Repo, run: str) -> RunOwner | None:
 def _best(run: str, rows: Sequence[RunRow]) -> dict[str, CheckpointId]:
     """Returns the best of `rows` by each metric whose direction is recorded; none where all of them are NaN."""
     return best_of_each(
-        [Measured(row.id, row.metrics, row.suspect, row.healthy, row.modes) for row in rows if row.state == "committed"], run
+        [
+            Measured(row.id, row.metrics, row.suspect, row.healthy, row.modes)
+            for row in rows
+            if row.state == "committed"
+        ],
+        run,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a save finds of the values that it writes: statistics of each leaf, and which leaves have become NaN or infinite.
+"""What a save finds of the values that it writes: statistics of each leaf, and which have become NaN or infinite.
 
 Each block is looked at right after it was digested, while the processor still has it. Whether anything is not finite is
 found of every block. Norm and extremes take longer: of them only as many blocks are looked at as a share of the save's
@@ -125,7 +125,9 @@ class StateStatistics:
         per_leaf = self.elements[leaves] * (len(values) // max(int(self.elements[leaves].sum()), 1))
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_leaf)[:-1]])
         columns = many(values, starts)
-        for column, values_of in zip((self.nonfinite, self.nan, self.square, self.low, self.high), columns, strict=True):
+        for column, values_of in zip(
+            (self.nonfinite, self.nan, self.square, self.low, self.high), columns, strict=True
+        ):
             column[leaves] = values_of
         self.sampled[leaves] = self.elements[leaves]
 
@@ -241,7 +243,8 @@ class HealthWatch:
         """Returns what the checkpoint that training resumed from says; None where there is none, or it says nothing."""
         if parent is None:
             return None
-        usual, bad = set(), set()
+        usual: set[str] = set()
+        bad: set[str] = set()
         try:
             manifest = self.repo.manifest(parent)
             if manifest.health is None:
@@ -255,4 +258,3 @@ class HealthWatch:
         except (CheckpointNotFound, CorruptionError, StoreError):
             return None  # the save does not fail for it: what is not known counts as in a first save
         return _Before(usual=frozenset(usual), bad=frozenset(bad))
-

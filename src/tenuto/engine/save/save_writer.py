@@ -29,8 +29,8 @@ from tenuto.repo.unfinished import abort, free
 from tenuto.units import size
 
 if TYPE_CHECKING:
-    from tenuto.engine.save.health import HealthWatch
     from tenuto.engine.memory_tier.tier import MemoryTier
+    from tenuto.engine.save.health import HealthWatch
 
 SMALL_OBJECTS_BYTES = 4 << 20
 """Room that is asked for beside the packs: index, manifest, begin.json, notes."""

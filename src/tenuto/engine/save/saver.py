@@ -40,8 +40,8 @@ from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 
 if TYPE_CHECKING:
-    from tenuto.engine.save.health import HealthWatch
     from tenuto.engine.memory_tier.tier import MemoryTier
+    from tenuto.engine.save.health import HealthWatch
 
 CHECK_S = 60.0
 """How long the training thread waits for the one listing that shows whether it still owns the run."""
