@@ -21,6 +21,7 @@ from tenuto.model.leaf import dtype as dtype_of
 Array = np.ndarray[Any, Any]
 BLOCK_BYTES: Final = 1 << 20
 """Bytes that are looked at at once: with as many of scratch they fit into a processor's second cache."""
+_ROW: Final = 8192
 _TINY: Final = 1e-30
 """A sum of squares in float32 below this may have lost squares that are no normal numbers."""
 
@@ -52,6 +53,16 @@ class Block(NamedTuple):
     square: float = 0.0
     low: float = math.inf
     high: float = -math.inf
+
+
+def dot(x: Array, y: Array) -> float:
+    """Returns the sum of the products of two arrays of one float type. BLAS takes several threads for more than 10,000
+    elements, which training needs; so it gets no more than _ROW at a time, and sums stay exact to six digits."""
+    cut = len(x) // _ROW * _ROW
+    found = float(np.dot(x[cut:], y[cut:]))
+    if cut:
+        found += float(np.vecdot(x[:cut].reshape(-1, _ROW), y[:cut].reshape(-1, _ROW)).sum(dtype=np.float64))
+    return found
 
 
 Look = Callable[[Array, bool], Block]
@@ -129,7 +140,7 @@ def exact(values: Array, *, extremes: bool = True) -> Block:
     good = np.where(finite, values, 0).astype(np.float64) if bad else values.astype(np.float64)
     flat = good.reshape(-1)
     with np.errstate(over="ignore"):
-        square = float(np.dot(flat, flat))
+        square = dot(flat, flat)
     if not extremes or not flat.size or bad == whole.size:
         return Block(bad, nans, square)
     if not bad:
@@ -164,7 +175,7 @@ def _native(kind: np.dtype[Any]) -> Look:
     def look(block: Array, full: bool) -> Block:
         values = block.view(kind)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            square = float(np.dot(values, values))
+            square = dot(values, values)
         if not math.isfinite(square):
             return exact(values)  # or the squares alone were too large
         if not full:
@@ -195,7 +206,7 @@ def _whole_numbers(kind: np.dtype[Any]) -> Look:
             return Block()
         numbers = block.view(np.uint8 if kind.kind == "b" else kind)
         values = numbers.astype(as_float)
-        return Block(0, 0, float(np.dot(values, values)), float(numbers.min()), float(numbers.max()))
+        return Block(0, 0, dot(values, values), float(numbers.min()), float(numbers.max()))
 
     return look
 
@@ -250,7 +261,7 @@ class _SmallFloat:
             if self.bias != 127:
                 np.multiply(values, scale, out=values)
             with np.errstate(over="ignore", under="ignore"):
-                square = float(np.dot(values, values))
+                square = dot(values, values)
             if not math.isfinite(square) or square < _TINY:
                 square = exact(values).square
             total += square

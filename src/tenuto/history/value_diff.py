@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tenuto.codec.statistics import floats_of, kind_of
+from tenuto.codec.statistics import dot, floats_of, kind_of
 from tenuto.model.leaf import dtype
 
 Array = np.ndarray[Any, Any]
@@ -69,8 +69,7 @@ def _add_step(total: Sums, a: Array, b: Array, names: tuple[str, str]) -> None:
     count = len(a) // size
     total.elements += count
     if same_type:
-        equal = np.array_equal(a.view(np.uint64), b.view(np.uint64)) if len(a) % 8 == 0 else np.array_equal(a, b)
-        differing = 0 if equal else _differing(a, b, size)
+        differing = _differing(a, b, size)
         total.differing += differing
     if kind_of(names[0]) is None or kind_of(names[1]) is None:
         return
@@ -94,8 +93,8 @@ def _differing(a: Array, b: Array, size: int) -> int:
 
 def _add_values(total: Sums, x: Array, y: Array, differing: int) -> None:
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        aa = float(np.dot(x, x))
-        bb = float(np.dot(y, y)) if differing else aa
+        aa = dot(x, x)
+        bb = dot(y, y) if differing else aa
     if not (math.isfinite(aa) and math.isfinite(bb)) or (0 < min(aa, bb) < 1e-30):
         x, y = x.astype(np.float64), y.astype(np.float64)
         bad = ~np.isfinite(x), ~np.isfinite(y)
@@ -103,7 +102,7 @@ def _add_values(total: Sums, x: Array, y: Array, differing: int) -> None:
         both = ~(bad[0] | bad[1])
         x, y = np.where(both, x, 0), np.where(both, y, 0)
         with np.errstate(over="ignore"):
-            aa, bb = float(np.dot(x, x)), float(np.dot(y, y))
+            aa, bb = dot(x, x), dot(y, y)
     total.aa += aa
     total.bb += bb
     if not differing:
@@ -111,10 +110,10 @@ def _add_values(total: Sums, x: Array, y: Array, differing: int) -> None:
         return
     with np.errstate(over="ignore"):
         change = np.subtract(y, x)
-        total.ab += float(np.dot(x, y))
-        squares = float(np.dot(change, change))
+        total.ab += dot(x, y)
+        squares = dot(change, change)
         if squares < 1e-30 and change.dtype != np.float64:
             wide = change.astype(np.float64)
-            squares = float(np.dot(wide, wide))
+            squares = dot(wide, wide)
         total.dd += squares
     total.largest = max(total.largest, float(change.max()), -float(change.min()))
