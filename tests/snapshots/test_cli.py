@@ -71,7 +71,7 @@ class Case:
 
     @property
     def looks_only(self) -> bool:
-        return not self.words or self.words[0] in ("ls", "show", "status", "verify", "--help", "--version")
+        return not self.words or self.words[0] in ("ls", "show", "status", "diff", "verify", "--help", "--version")
 
 
 def case(name: str, line: str, prepare: Prepare = nothing, **more: Any) -> Case:
@@ -226,6 +226,10 @@ CASES = (
     case("show_ranks_whose", "show ranks #private/mine", ways="narrow json"),
     case("verify_ranks", "verify ranks", damaged_table, ways="narrow json"),
     case("export_ranks", "export ranks out.safetensors", damaged_table, ways="narrow"),
+    case("diff", "diff checkpoints gpt/a0001/4 small/a0001/1", ways=EVERY),
+    case("diff_same", "diff checkpoints gpt/a0001/4 gpt/a0001/6", ways="narrow json"),
+    case("diff_ranks", "diff ranks latest latest", ways="narrow"),
+    case("diff_no_such_entry", "diff checkpoints gpt/a0001/4 gpt/a0001/6 --entry modl", ways="narrow json"),
     case("verify", "verify checkpoints", ways=EVERY),
     case("verify_structure", "verify checkpoints --run gpt --structure", ways="narrow"),
     case("verify_damaged", "verify checkpoints --run gpt", damaged, ways=f"{EVERY} colour"),

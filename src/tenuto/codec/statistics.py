@@ -65,7 +65,7 @@ def dot(x: Array, y: Array) -> float:
     return found
 
 
-Look = Callable[[Array, bool], Block]
+Examine = Callable[[Array, bool], Block]
 """Takes the bytes of a block, and whether more than the count of what is not finite is wanted."""
 
 
@@ -73,11 +73,11 @@ def statistics(data: bytes | memoryview | Array, dtype: str) -> LeafStatistics |
     """Returns the statistics of row-major bytes of the dtype with this name; None for types without numbers, such as
     text, dates and fields of bits."""
     view = np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data.reshape(-1).view(np.uint8)
-    look = look_of(dtype)
-    if look is None:
+    examine = examiner_of(dtype)
+    if examine is None:
         return None
     step = BLOCK_BYTES // dtype_of(dtype).size * dtype_of(dtype).size
-    found = summed([look(view[at : at + step], True) for at in range(0, len(view), step)])
+    found = summed([examine(view[at : at + step], True) for at in range(0, len(view), step)])
     count = len(view) // dtype_of(dtype).size
     return of_block(found, count, count)
 
@@ -96,7 +96,7 @@ def summed(blocks: Sequence[Block]) -> Block:
 
 
 @lru_cache(256)
-def look_of(name: str) -> Look | None:
+def examiner_of(name: str) -> Examine | None:
     """Returns how a block of this dtype is looked at; None for a dtype without numbers."""
     if name in ("float32", "float64"):
         return _native(np.dtype(dtype_of(name).numpy))
@@ -118,7 +118,7 @@ def kind_of(name: str) -> Literal["float", "complex", "number"] | None:
     """Returns what elements of this dtype are: "number" for whole numbers and truth values; None where no numbers."""
     if name.startswith("complex"):
         return "complex"
-    if name.startswith("float"):
+    if name.startswith(("float", "bfloat")):
         return "float"
     try:
         letter = np.dtype(dtype_of(name).numpy or "V1").kind
@@ -171,8 +171,8 @@ def many(values: Array, starts: Array) -> tuple[Array, Array, Array, Array, Arra
 # -- float32 and float64: a sum of squares that is finite proves that all values are ----------------------------
 
 
-def _native(kind: np.dtype[Any]) -> Look:
-    def look(block: Array, full: bool) -> Block:
+def _native(kind: np.dtype[Any]) -> Examine:
+    def examine(block: Array, full: bool) -> Block:
         values = block.view(kind)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             square = dot(values, values)
@@ -185,30 +185,30 @@ def _native(kind: np.dtype[Any]) -> Look:
             return exact(values)
         return Block(0, 0, square, low, high)
 
-    return look
+    return examine
 
 
-def _complex(parts: Look, name: str) -> Look:
-    def look(block: Array, full: bool) -> Block:
+def _complex(parts: Examine, name: str) -> Examine:
+    def examine(block: Array, full: bool) -> Block:
         found = parts(block, full)
         if found.nonfinite:
             return exact(floats_of(block, name), extremes=False)
         return Block(square=found.square)
 
-    return look
+    return examine
 
 
-def _whole_numbers(kind: np.dtype[Any]) -> Look:
+def _whole_numbers(kind: np.dtype[Any]) -> Examine:
     as_float = np.float32 if kind.itemsize <= 2 else np.float64
 
-    def look(block: Array, full: bool) -> Block:
+    def examine(block: Array, full: bool) -> Block:
         if not full:
             return Block()
         numbers = block.view(np.uint8 if kind.kind == "b" else kind)
         values = numbers.astype(as_float)
         return Block(0, 0, dot(values, values), float(numbers.min()), float(numbers.max()))
 
-    return look
+    return examine
 
 
 # -- floats of 16 and 8 bits -----------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class LeafDiff:
         "retyped" that its element type does, "changed" that values do.
     dtypes, shapes: of both; None where there is no such leaf.
     norms: the root of the sum of squares of both, of finite values; None where they were not read.
-    largest: the largest absolute difference of two values.
+    largest: the largest absolute difference of two values. It, relative and cosine are of values that both have finite.
     relative: the norm of the difference, divided by that of the first.
     cosine: of the angle between both as vectors; None where one is nought.
     differing: the fraction of elements that differ.
@@ -261,7 +261,7 @@ class _Reader:
     @staticmethod
     def _diff(path: str, a: LeafSource, b: LeafSource, sums: Sums) -> LeafDiff:
         change: Change = "retyped" if a.dtype != b.dtype else "changed" if sums.differing else "same"
-        norm = math.sqrt(sums.aa), math.sqrt(sums.bb)
+        norm = sums.norms
         relative = math.sqrt(sums.dd) / norm[0] if norm[0] else 0.0 if not sums.dd else math.inf
         return LeafDiff(
             path,

@@ -22,7 +22,8 @@ class Sums:
     """Sums over the elements of two leaves, a and b, added up by several threads.
 
     elements: how many; differing: of how many the bits differ (of two element types, the values). bad: how many are
-    NaN or infinite in a, and in b; the other sums leave out those of either.
+    NaN or infinite in a, and in b; the other sums leave out those of either. alone: the squares of finite values of a
+    and of b where the other has none.
     """
 
     elements: int = 0
@@ -33,6 +34,7 @@ class Sums:
     ab: float = 0.0
     dd: float = 0.0
     largest: float = 0.0
+    alone: tuple[float, float] = (0.0, 0.0)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, other: Sums) -> None:
@@ -42,7 +44,13 @@ class Sums:
             self.bad = (self.bad[0] + other.bad[0], self.bad[1] + other.bad[1])
             self.aa, self.bb, self.ab = self.aa + other.aa, self.bb + other.bb, self.ab + other.ab
             self.dd += other.dd
+            self.alone = (self.alone[0] + other.alone[0], self.alone[1] + other.alone[1])
             self.largest = max(self.largest, other.largest)
+
+    @property
+    def norms(self) -> tuple[float, float]:
+        """The norms of the finite values of a and of b."""
+        return math.sqrt(self.aa + self.alone[0]), math.sqrt(self.bb + self.alone[1])
 
     @property
     def cosine(self) -> float | None:
@@ -99,6 +107,8 @@ def _add_values(total: Sums, x: Array, y: Array, differing: int) -> None:
         x, y = x.astype(np.float64), y.astype(np.float64)
         bad = ~np.isfinite(x), ~np.isfinite(y)
         total.bad = total.bad[0] + int(np.count_nonzero(bad[0])), total.bad[1] + int(np.count_nonzero(bad[1]))
+        alone = x[~bad[0] & bad[1]], y[bad[0] & ~bad[1]]
+        total.alone = total.alone[0] + dot(alone[0], alone[0]), total.alone[1] + dot(alone[1], alone[1])
         both = ~(bad[0] | bad[1])
         x, y = np.where(both, x, 0), np.where(both, y, 0)
         with np.errstate(over="ignore"):

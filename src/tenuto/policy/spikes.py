@@ -24,6 +24,8 @@ LASTING: Final = 5
 """From so many spikes in a row on the metric diverges."""
 _NORMAL: Final = 1.4826
 """By which a median absolute deviation is multiplied to be the standard deviation of a normal distribution."""
+_NORMAL_75: Final = 1.15
+"""What three of four deviations of a normal distribution are below: metrics that alternate have a median of nought."""
 _LEAST: Final = 0.01
 """The smallest deviation, as a fraction of the median: a metric that hardly moves has no spikes of a thousandth."""
 
@@ -62,8 +64,9 @@ class SpikeWatch:
         self._window.append(value)
         if len(before) < FEWEST:
             return None
-        spread = _NORMAL * median(abs(one - middle) for one in before)
-        deviations = (value - middle) / max(spread, _LEAST * abs(middle), 1e-12)
+        away = sorted(abs(one - middle) for one in before)
+        spread = max(_NORMAL * median(away), away[len(away) * 3 // 4] / _NORMAL_75, _LEAST * abs(middle), 1e-12)
+        deviations = (value - middle) / spread
         if deviations <= DEVIATIONS:
             self._in_a_row = 0
             return None

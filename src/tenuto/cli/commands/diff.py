@@ -143,6 +143,9 @@ def _change(leaf: LeafDiff) -> str:
         return f"{_shape(leaf.shapes[0])} -> {_shape(leaf.shapes[1])}"
     if leaf.change == "retyped":
         return f"{leaf.dtypes[0]} -> {leaf.dtypes[1]}"
+    if leaf.change in ("added", "removed"):
+        side = leaf.change == "added"
+        return f"{leaf.change}: {leaf.dtypes[side]} {_shape(leaf.shapes[side])}"
     if leaf.nonfinite is not None and leaf.nonfinite[0] != leaf.nonfinite[1]:
         return f"NaN or infinite: {leaf.nonfinite[0]:,} -> {leaf.nonfinite[1]:,}"
     return leaf.change

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from tenuto.codec.chunk_map import chunk_sizes
-from tenuto.codec.statistics import BLOCK_BYTES, floats_of, kind_of, look_of, many
+from tenuto.codec.statistics import BLOCK_BYTES, examiner_of, floats_of, many
+from tenuto.codec.statistics import kind_of as kind_of_numbers
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError
 from tenuto.model.health import SHOWN, Health
-from tenuto.model.leaf import dtype
+from tenuto.model.leaf import dtype, lineage
 from tenuto.repo.format.leaf_statistics import RowStatistics, decode
-from tenuto.state.tree import leaf_nodes
+from tenuto.state.tree import kind_of, walk
 
 if TYPE_CHECKING:
     from tenuto.engine.save.job import Job
@@ -69,21 +70,21 @@ class StateStatistics:
         self.square = np.zeros(count)
         self.low, self.high = np.full(count, math.inf), np.full(count, -math.inf)
 
-    def look(self, first: int, stop: int) -> None:
+    def examine(self, first: int, stop: int) -> None:
         """Looks at chunks `first..stop-1` of the image."""
         began = time.perf_counter()
         if self._began is None:
             self._began = began
         chunks = self._plan.chunks
         begins, ends, leaves = (column[first:stop].tolist() for column in (chunks.begin, chunks.end, self._leaf))
-        allowed = ends[-1] <= FREE_BYTES or self._spent <= self._share * (began - self._began)
+        allowed = ends[-1] <= FREE_BYTES or self._spent < self._share * (began - self._began)
         short: dict[str, list[tuple[int, int, int]]] = {}
         at, count = 0, len(leaves)
         while at < count:
             leaf, begin = leaves[at], begins[at]
             name = self._names[leaf]
             if self._short[leaf]:
-                if kind_of(name) is not None:
+                if kind_of_numbers(name) is not None:
                     short.setdefault(name, []).append((leaf, begin, ends[at]))
                 at += 1
                 continue
@@ -96,8 +97,8 @@ class StateStatistics:
         self._spent += time.perf_counter() - began
 
     def _block(self, leaf: int, name: str, data: Array, *, full: bool) -> None:
-        look = look_of(name)
-        if look is None:
+        examine = examiner_of(name)
+        if examine is None:
             return
         size = dtype(name).size
         # Where an item is no divisor of a chunk, one lies on the border of two blocks: it is in neither's statistics.
@@ -105,7 +106,7 @@ class StateStatistics:
         data = data[lead : lead + (len(data) - lead) // size * size]
         if not len(data):
             return
-        found = look(data, full)
+        found = examine(data, full)
         self.nonfinite[leaf] += found.nonfinite
         self.nan[leaf] += found.nan
         if full:
@@ -180,7 +181,7 @@ class HealthWatch:
         digests = job.digester.digests()
         changed, fraction = self._changed(job, digests)
         norms = look.norm()
-        floating = np.array([kind_of(name) in ("float", "complex") for name in look._names], np.bool_)
+        floating = np.array([kind_of_numbers(name) in ("float", "complex") for name in look._names], np.bool_)
         with np.errstate(over="ignore"):
             rows = RowStatistics(
                 norm=np.where(look.sampled > 0, norms, math.nan).astype(np.float32),
@@ -228,14 +229,15 @@ class HealthWatch:
         before = self._before or self._of_parent(parent)
         if before is not None:
             return frozenset(path for path in wrong if path in before.usual)
-        nodes = dict(leaf_nodes(job.flattened.tree))
-        if job.flattened.private is not None:
-            nodes |= dict(leaf_nodes(job.flattened.private))
+        trees = [tree for tree in (job.flattened.tree, job.flattened.private) if tree is not None]
+        nodes = {path: node for tree in trees for path, node in walk(tree)}
+        modules = {path for path, node in nodes.items() if kind_of(node) == "module"}
         found = set()
         for path, row in wrong.items():
             node = nodes.get(path, {})
-            infinite = not look.nan[row] and not node.get("param") and not node.get("grad")
-            if node.get("buffer") or infinite:
+            if node.get("param") or node.get("grad"):
+                continue
+            if not look.nan[row] or any(above in modules for above in lineage(path)):
                 found.add(path)
         return frozenset(found)
 

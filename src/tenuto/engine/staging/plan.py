@@ -49,7 +49,7 @@ class Observer(Protocol):
     batch_bytes: int
     """About how many bytes are digested before they are looked at."""
 
-    def look(self, first: int, stop: int) -> None:
+    def examine(self, first: int, stop: int) -> None:
         """Looks at chunks `first..stop-1` of the image."""
         ...
 
@@ -79,7 +79,7 @@ class Digester:
             first, batch = self._done, table.begin[self._done] + (0 if observer is None else observer.batch_bytes)
             self._digest(min(stop, max(first + 1, int(np.searchsorted(table.end, batch, side="right")))))
             if observer is not None:
-                observer.look(first, self._done)
+                observer.examine(first, self._done)
         self.seconds += time.perf_counter() - began
 
     def _digest(self, stop: int) -> None:
