@@ -172,10 +172,10 @@ def test_norms_wait_where_they_take_too_long_but_nan_is_found(tmp_path: Path, mo
 
 def test_a_chunk_may_be_shorter_than_what_is_looked_at_or_cut_items(tmp_path: Path) -> None:
     Repo.create_or_open(open_store(tmp_path), chunk_bytes=1000)
-    state = {"w": np.arange(5000.0), "long": np.arange(2000, dtype=np.longdouble)}
+    state = {"w": np.arange(5000.0), "long": np.arange(2000, dtype=np.longdouble), "short": np.ones(500)}
     found = leaves(train(tmp_path, state, 1).health())
     assert (found["w"].min, found["w"].max, found["w"].sampled) == (0.0, 4999.0, 1.0)
-    assert found["long"].sampled > 0.9
+    assert found["long"].sampled > 0.9 and found["short"].norm == pytest.approx(math.sqrt(500))
 
 
 @pytest.mark.parametrize(

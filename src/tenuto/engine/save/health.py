@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,66 +45,88 @@ RANKS: Final = 16
 """The most ranks of a parent whose indexes are read to find what was not finite before."""
 
 
+class _Leaves:
+    """What is the same at every save of one structure. `leaf`: of each chunk, in the order of the image; `names` of
+    dtypes, `elements` and whether a leaf is `short`: by leaf."""
+
+    def __init__(self, plan: SavePlan) -> None:
+        chunks, rows, length = plan.chunks, plan.rows, plan.layout.length
+        self.fingerprint = plan.fingerprint
+        self.leaf = np.searchsorted(chunks.start, chunks.row, side="right") - 1
+        self.names = [rows.dtypes[code] for code in rows.code.tolist()]
+        self.short = (length <= min(SHORT_BYTES, plan.chunk_bytes)).tolist()
+        sizes = np.array([dtype(name).size for name in rows.dtypes], np.int64)[rows.code] if len(rows) else length
+        self.elements = length // np.maximum(sizes, 1)
+        kinds = {name: kind_of_numbers(name) for name in rows.dtypes}
+        self.floating = np.array([kinds[name] in ("float", "complex") for name in self.names], np.bool_)
+
+
 class StateStatistics:
     """Statistics of the leaves of one image, as it is digested. Columns are by leaf, in the order of the index.
 
-    due: which leaves the save before has not looked at in full. share: of the time, as SHARE.
+    leaves: asked for in the thread that digests, so that training does not wait for it. due: which leaves the save
+    before has not looked at in full. share: of the time, as SHARE.
     """
 
     batch_bytes = BLOCK_BYTES
 
-    def __init__(self, plan: SavePlan, due: Array | None, share: float) -> None:
-        chunks, rows = plan.chunks, plan.rows
-        count = len(rows)
+    def __init__(self, plan: SavePlan, leaves: Callable[[], _Leaves], due: Array | None, share: float) -> None:
         self._plan = plan
-        self._image = np.frombuffer(plan.arena.buffer.data, np.uint8)
-        self._leaf = np.searchsorted(chunks.start, chunks.row, side="right") - 1
-        self._names = [rows.dtypes[code] for code in rows.code.tolist()]
-        self._short = plan.layout.length <= SHORT_BYTES
-        self._due = np.zeros(count, np.bool_) if due is None or len(due) != count else due
+        self._leaves_of = leaves
+        self._due = due
         self._share = share
         self._began: float | None = None
         self._spent = 0.0
-        sizes = np.array([dtype(name).size for name in rows.dtypes], np.int64)[rows.code] if count else np.zeros(0)
-        self.elements = plan.layout.length // np.maximum(sizes, 1)
+
+    def begin(self) -> None:
+        """Takes memory for the columns. May be called again."""
+        if self._began is not None:
+            return
+        self._began = time.perf_counter()
+        self.leaves = self._leaves_of()
+        count = len(self.leaves.names)
+        self._image = np.frombuffer(self._plan.arena.buffer.data, np.uint8)
+        if self._due is None:
+            self._due = np.zeros(count, np.bool_)
+        self.elements = self.leaves.elements
         self.nonfinite, self.nan, self.sampled = (np.zeros(count, np.int64) for _ in range(3))
         self.square = np.zeros(count)
         self.low, self.high = np.full(count, math.inf), np.full(count, -math.inf)
 
     def examine(self, first: int, stop: int) -> None:
         """Looks at chunks `first..stop-1` of the image."""
+        self.begin()
         began = time.perf_counter()
-        if self._began is None:
-            self._began = began
-        chunks = self._plan.chunks
-        begins, ends, leaves = (column[first:stop].tolist() for column in (chunks.begin, chunks.end, self._leaf))
+        assert self._began is not None and self._due is not None, "begun"
+        chunks, names, is_short = self._plan.chunks, self.leaves.names, self.leaves.short
+        begins, ends, leaves = (column[first:stop].tolist() for column in (chunks.begin, chunks.end, self.leaves.leaf))
         allowed = ends[-1] <= FREE_BYTES or self._spent < self._share * (began - self._began)
         short: dict[str, list[tuple[int, int, int]]] = {}
         at, count = 0, len(leaves)
         while at < count:
             leaf, begin = leaves[at], begins[at]
-            name = self._names[leaf]
-            if self._short[leaf]:
+            name = names[leaf]
+            if is_short[leaf]:
                 if kind_of_numbers(name) is not None:
                     short.setdefault(name, []).append((leaf, begin, ends[at]))
                 at += 1
                 continue
             while at + 1 < count and leaves[at + 1] == leaf:
                 at += 1
-            self._block(leaf, name, self._image[begin : ends[at]], full=allowed or bool(self._due[leaf]))
+            self._block(leaf, name, begin, ends[at], full=allowed or bool(self._due[leaf]))
             at += 1
         for name, found in short.items():
             self._many(name, found)
         self._spent += time.perf_counter() - began
 
-    def _block(self, leaf: int, name: str, data: Array, *, full: bool) -> None:
+    def _block(self, leaf: int, name: str, begin: int, end: int, *, full: bool) -> None:
         examine = examiner_of(name)
         if examine is None:
             return
         size = dtype(name).size
         # Where an item is no divisor of a chunk, one lies on the border of two blocks: it is in neither's statistics.
-        lead = -self._before(leaf, data) % size
-        data = data[lead : lead + (len(data) - lead) // size * size]
+        begin += -(begin - int(self._plan.layout.start[leaf])) % size
+        data = self._image[begin : begin + (end - begin) // size * size]
         if not len(data):
             return
         found = examine(data, full)
@@ -114,11 +137,6 @@ class StateStatistics:
             self.square[leaf] += found.square
             self.low[leaf] = min(self.low[leaf], found.low)
             self.high[leaf] = max(self.high[leaf], found.high)
-
-    def _before(self, leaf: int, data: Array) -> int:
-        """Returns at which byte of its leaf a block begins."""
-        at: int = data.ctypes.data - self._image.ctypes.data
-        return at - int(self._plan.layout.start[leaf])
 
     def _many(self, name: str, found: list[tuple[int, int, int]]) -> None:
         leaves = np.array([leaf for leaf, _, _ in found], np.int64)
@@ -162,18 +180,27 @@ class HealthWatch:
     _looks: dict[str, StateStatistics] = field(default_factory=dict)
     """By save id: of saves under way."""
     _next: _Before | None = None
+    _leaves: _Leaves | None = None
 
     def watch(self, job: Job) -> None:
         """Looks at the image of this save as it is digested. Called before its first chunk is."""
         before = self._before
         due = before.due if before is not None and before.fingerprint == job.plan.fingerprint else None
         share = SHARE if job.digest_while_writing else WAITED_SHARE
-        job.digester.observer = self._looks[job.save.save_id] = StateStatistics(job.plan, due, share)
+        job.digester.observer = self._looks[job.save.save_id] = StateStatistics(
+            job.plan, lambda: self._leaves_of(job.plan), due, share
+        )
+
+    def _leaves_of(self, plan: SavePlan) -> _Leaves:
+        if self._leaves is None or self._leaves.fingerprint != plan.fingerprint:
+            self._leaves = _Leaves(plan)
+        return self._leaves
 
     def concluded(self, job: Job, index: Index, parent: CheckpointId | None) -> tuple[Index, Health]:
         """Returns the index with the statistics of its rows, and the health of what it describes, once all of the image
         is digested. `parent`: the attempt's, for the first save of it."""
         look = self._looks[job.save.save_id]
+        look.begin()  # of a state without bytes nothing was looked at
         paths = [spec.path for spec in index.specs] if look.nonfinite.any() else []
         wrong = {paths[row]: row for row in np.flatnonzero(look.nonfinite).tolist()}
         usual = self._usual(wrong, look, job, parent) if wrong else frozenset()
@@ -181,7 +208,6 @@ class HealthWatch:
         digests = job.digester.digests()
         changed, fraction = self._changed(job, digests)
         norms = look.norm()
-        floating = np.array([kind_of_numbers(name) in ("float", "complex") for name in look._names], np.bool_)
         with np.errstate(over="ignore"):
             rows = RowStatistics(
                 norm=np.where(look.sampled > 0, norms, math.nan).astype(np.float32),
@@ -193,7 +219,7 @@ class HealthWatch:
                     row: (int(look.nonfinite[row]), int(look.nan[row]), path in usual) for path, row in wrong.items()
                 },
             )
-            norm = float(np.sqrt(np.square(norms[floating]).sum()))
+            norm = float(np.sqrt(np.square(norms[look.leaves.floating]).sum()))
         health = Health(len(bad), tuple(bad[:SHOWN]), int(look.nonfinite.sum()), norm, fraction)
         due = (look.sampled == 0) & (look.elements > 0)
         self._next = _Before(job.plan.fingerprint, digests, due, usual, frozenset(bad))
