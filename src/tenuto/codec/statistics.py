@@ -149,23 +149,32 @@ def exact(values: Array, *, extremes: bool = True) -> Block:
     return Block(bad, nans, square, float(low), float(high))
 
 
-def many(values: Array, starts: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """Returns the statistics of many short leaves, one after the other in `values`, as columns: nonfinite, nan, square,
-    low, high. `starts`: int64, where each begins; none is empty."""
-    finite = np.isfinite(values)
+def many(values: Array, starts: Array, *, full: bool = True) -> tuple[Array, ...]:
+    """Returns the statistics of many short leaves, one after the other in `values`, as columns: nonfinite, nan, and if
+    `full` square, low and high. `starts`: int64, where each begins; none is empty."""
+    flat, count = values.reshape(-1), len(starts)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        clean = math.isfinite(dot(flat, flat))
+    bad, nan = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    good = values
+    if not clean:
+        finite: Array = np.isfinite(values)
+        nans: Array = np.isnan(values)
+        good = np.where(finite, values, 0)
+        if values.ndim > 1:
+            finite, nans = np.all(finite, axis=-1), np.any(nans, axis=-1)
+        bad = np.add.reduceat((~finite).astype(np.int64), starts)
+        nan = np.add.reduceat(nans.astype(np.int64), starts)
+    if not full:
+        return bad, nan
+    wide = good.astype(np.float64)
+    np.multiply(wide, wide, out=wide)
+    square = np.add.reduceat(wide if values.ndim == 1 else wide.sum(axis=-1), starts)
     if values.ndim > 1:
-        nan, whole = np.isnan(values).any(axis=-1), finite.all(axis=-1)
-        good = np.where(finite, values, 0).astype(np.float64)
-        square = np.add.reduceat((good * good).sum(axis=-1), starts)
-        low, high = np.full(len(starts), math.inf), np.full(len(starts), -math.inf)
-    else:
-        nan, whole = np.isnan(values), finite
-        good = np.where(finite, values, 0).astype(np.float64)
-        square = np.add.reduceat(good * good, starts)
-        low = np.minimum.reduceat(np.where(finite, values, math.inf), starts)
-        high = np.maximum.reduceat(np.where(finite, values, -math.inf), starts)
-    bad = np.add.reduceat((~whole).astype(np.int64), starts)
-    return bad, np.add.reduceat(nan.astype(np.int64), starts), square, low, high
+        return bad, nan, square, np.full(count, math.inf), np.full(count, -math.inf)
+    low = np.minimum.reduceat(values if clean else np.where(finite, values, math.inf), starts)
+    high = np.maximum.reduceat(values if clean else np.where(finite, values, -math.inf), starts)
+    return bad, nan, square, low, high
 
 
 # -- float32 and float64: a sum of squares that is finite proves that all values are ----------------------------

@@ -116,7 +116,7 @@ class StateStatistics:
             self._block(leaf, name, begin, ends[at], full=allowed or bool(self._due[leaf]))
             at += 1
         for name, found in short.items():
-            self._many(name, found)
+            self._many(name, found, allowed=allowed)
         self._spent += time.perf_counter() - began
 
     def _block(self, leaf: int, name: str, begin: int, end: int, *, full: bool) -> None:
@@ -138,17 +138,24 @@ class StateStatistics:
             self.low[leaf] = min(self.low[leaf], found.low)
             self.high[leaf] = max(self.high[leaf], found.high)
 
-    def _many(self, name: str, found: list[tuple[int, int, int]]) -> None:
-        leaves = np.array([leaf for leaf, _, _ in found], np.int64)
-        values = floats_of(np.concatenate([self._image[begin:end] for _, begin, end in found]), name)
+    def _many(self, name: str, found: list[tuple[int, int, int]], *, allowed: bool) -> None:
+        """Looks at short leaves, each one chunk. Those of one type lie mostly beside each other."""
+        assert self._due is not None, "begun"
+        numbers, begins, ends = (list(column) for column in zip(*found, strict=True))
+        leaves = np.array(numbers, np.int64)
+        full = allowed or bool(self._due[leaves].any())
+        if ends[-1] - begins[0] == int(self._plan.layout.length[leaves].sum()):
+            data = self._image[begins[0] : ends[-1]]
+        else:
+            data = np.concatenate([self._image[begin:end] for begin, end in zip(begins, ends, strict=True)])
+        values = floats_of(data, name)
         per_leaf = self.elements[leaves] * (len(values) // max(int(self.elements[leaves].sum()), 1))
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_leaf)[:-1]])
-        columns = many(values, starts)
-        for column, values_of in zip(
-            (self.nonfinite, self.nan, self.square, self.low, self.high), columns, strict=True
-        ):
+        columns = (self.nonfinite, self.nan, self.square, self.low, self.high)
+        for column, values_of in zip(columns, many(values, starts, full=full), strict=False):
             column[leaves] = values_of
-        self.sampled[leaves] = self.elements[leaves]
+        if full:
+            self.sampled[leaves] = self.elements[leaves]
 
     def norm(self) -> Array:
         """Returns each leaf's norm, scaled up to all its elements. float64."""
