@@ -105,6 +105,19 @@ def test_a_mask_and_a_nan_are_known_from_the_checkpoint_that_training_resumes_fr
     assert leaves(found)["mask"].usual
 
 
+def test_leaves_that_come_later_are_judged_as_in_a_first_save(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": np.zeros(3), "mask": np.array([-INF])}
+
+    def grow(step: int) -> None:
+        if step == 2:
+            state["new"] = np.array([-INF])
+            state["broken"] = np.array([NAN])
+
+    found = train(tmp_path, state, 3, grow).health()
+    assert found.health is not None and found.health.paths == ("broken",)
+    assert leaves(found)["new"].usual and leaves(found)["mask"].usual
+
+
 def test_buffers_that_nothing_fills_are_usual_and_parameters_never(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     model = torch.nn.Linear(2, 2)
@@ -134,6 +147,11 @@ def test_a_sealed_checkpoint_says_the_sum_and_nothing_of_single_leaves(tmp_path:
     assert found.manifest(found.find()).health == Health(1, ("w",), 1, 5.0, None)
     unlock(found.repo, key)
     assert found.health().leaves == ()
+    with tenuto.Checkpointer(where, state, save=every(steps=1), key=key, log="silent") as ckpt:
+        for _ in ckpt.steps(3):
+            state["mask"] = np.array([-INF])
+    newest = found.manifest(found.find()).health
+    assert newest is not None and (newest.paths, newest.nonfinite) == (("w",), 2)
 
 
 def test_each_rank_looks_at_what_it_writes_and_the_manifest_has_the_sum(tmp_path: Path) -> None:

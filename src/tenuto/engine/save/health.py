@@ -174,7 +174,9 @@ class _Before:
     due: Array | None = None
     usual: frozenset[str] = frozenset()
     """Leaves that were not finite when training began, and have been so since."""
-    bad: frozenset[str] = frozenset()
+    known: frozenset[str] | None = None
+    """Leaves of which it is known whether they were finite; None: all."""
+    id: CheckpointId | None = None
 
 
 @dataclass(slots=True)
@@ -229,7 +231,7 @@ class HealthWatch:
             norm = float(np.sqrt(np.square(norms[look.leaves.floating]).sum()))
         health = Health(len(bad), tuple(bad[:SHOWN]), int(look.nonfinite.sum()), norm, fraction)
         due = (look.sampled == 0) & (look.elements > 0)
-        self._next = _Before(job.plan.fingerprint, digests, due, usual, frozenset(bad))
+        self._next = _Before(job.plan.fingerprint, digests, due, usual, id=job.save.id)
         if index.sealed is not None:  # whoever has no key learns nothing of single tensors
             return index, health
         return replace(index, statistics=rows.encoded()), health
@@ -259,37 +261,50 @@ class HealthWatch:
         self, wrong: dict[str, int], look: StateStatistics, job: Job, parent: CheckpointId | None
     ) -> frozenset[str]:
         """Returns which leaves that are not finite have always been so: masks, and buffers that nothing fills."""
-        before = self._before or self._of_parent(parent)
-        if before is not None:
-            return frozenset(path for path in wrong if path in before.usual)
+        before = self._before
+        if before is None:
+            before = self._of(parent)
+        elif before.fingerprint != job.plan.fingerprint and not wrong.keys() <= before.usual:
+            before = self._of(before.id) or before  # new leaves, or those that another rank has written
+        if before is None:
+            return self._usual_at_first(list(wrong), wrong, look, job)
+        unknown = [] if before.known is None else [path for path in wrong if path not in before.known]
+        usual = frozenset(path for path in wrong if path in before.usual)
+        return usual | (self._usual_at_first(unknown, wrong, look, job) if unknown else frozenset())
+
+    @staticmethod
+    def _usual_at_first(paths: list[str], wrong: dict[str, int], look: StateStatistics, job: Job) -> frozenset[str]:
+        """Returns which of `paths` are no sign of trouble where nothing is known of the time before: what has only
+        infinities and is no parameter, and buffers of modules."""
         trees = [tree for tree in (job.flattened.tree, job.flattened.private) if tree is not None]
         nodes = {path: node for tree in trees for path, node in walk(tree)}
         modules = {path for path, node in nodes.items() if kind_of(node) == "module"}
         found = set()
-        for path, row in wrong.items():
-            node = nodes.get(path, {})
+        for path in paths:
+            node, row = nodes.get(path, {}), wrong[path]
             if node.get("param") or node.get("grad"):
                 continue
             if not look.nan[row] or any(above in modules for above in lineage(path)):
                 found.add(path)
         return frozenset(found)
 
-    def _of_parent(self, parent: CheckpointId | None) -> _Before | None:
-        """Returns what the checkpoint that training resumed from says; None where there is none, or it says nothing."""
-        if parent is None:
+    def _of(self, id: CheckpointId | None) -> _Before | None:
+        """Returns what a committed checkpoint says; None where there is none, or it says nothing."""
+        if id is None:
             return None
         usual: set[str] = set()
-        bad: set[str] = set()
         try:
-            manifest = self.repo.manifest(parent)
+            manifest = self.repo.manifest(id)
             if manifest.health is None:
                 return None
+            known = set(manifest.health.paths)
             ranks = range(len(manifest.indexes)) if len(manifest.indexes) <= RANKS else [self.rank]
             for rank in ranks:
                 index = self.repo.index(manifest, rank)
-                found = decode(index.statistics, len(index.specs), name=f"the index of {parent}")
-                for row, (_, _, always) in ({} if found is None else found.nonfinite).items():
-                    (usual if always else bad).add(index.specs[row].path)
+                found = decode(index.statistics, len(index.specs), name=f"the index of {id}")
+                if found is not None:  # else it is sealed
+                    known.update(spec.path for spec in index.specs)
+                    usual.update(index.specs[row].path for row, (_, _, always) in found.nonfinite.items() if always)
         except (CheckpointNotFound, CorruptionError, StoreError):
             return None  # the save does not fail for it: what is not known counts as in a first save
-        return _Before(usual=frozenset(usual), bad=frozenset(bad))
+        return _Before(usual=frozenset(usual), known=frozenset(known))
