@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Final
 
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError, typed
@@ -15,16 +16,18 @@ MOST: Final = 200
 
 def newest_healthy(repo: Repo, run: str) -> CheckpointId | None:
     """Returns the newest checkpoint on the walk whose save has found nothing wrong, or has not looked; None if none of
-    the newest is. Reads one manifest after the other, and passes over those that cannot be read."""
-    for place, id in enumerate(walk(repo, run)):
-        if place == MOST:
-            return None
-        try:
-            health = repo.manifest(id).health
-        except (CheckpointNotFound, CorruptionError, StoreError):
-            continue
-        if health is None or health.healthy:
-            return id
+    the newest is, or the store does not answer: it is for a message alone. Passes over manifests that cannot be
+    read."""
+    try:
+        for id in islice(walk(repo, run), MOST):
+            try:
+                health = repo.manifest(id).health
+            except (CheckpointNotFound, CorruptionError):
+                continue
+            if health is None or health.healthy:
+                return id
+    except StoreError:
+        pass  # nothing follows from it but what a warning adds
     return None
 
 
