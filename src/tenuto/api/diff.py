@@ -54,6 +54,8 @@ def diff(
     progress: Progress | None = None,
 ) -> Diff:
     """Does what `Repository.diff` does. `run`: of both, unless they are whole identities."""
+    if repo.keys is None:
+        unlock(repo)
     with ExitStack() as stack:
         opened = stack.enter_context(open_one(repo, resolve(repo, run, first)))
         if isinstance(where, str | os.PathLike) and is_file_of_weights(os.fspath(where)):
@@ -65,7 +67,7 @@ def diff(
         other = repo
         if where is not None:
             other = Repo.open(open_store(redirected(where)))
-            unlock(other, None)
+            unlock(other)
         against = stack.enter_context(open_one(other, resolve(other, run, second)))
         return compare(_placed(side_of(opened, entry), repo, where), side_of(against, entry), progress=progress)
 

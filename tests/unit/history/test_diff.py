@@ -17,7 +17,7 @@ import tenuto
 from support.rank_threads import together
 from tenuto import every, keep
 from tenuto.cli import main
-from tenuto.errors import CheckpointNotFound, CorruptionError, LeafNotFound, UsageError
+from tenuto.errors import CheckpointNotFound, CorruptionError, KeyMissing, LeafNotFound, UsageError
 from tenuto.history.diff import Diff, LeafDiff
 from tenuto.history.value_diff import Sums, add_block
 
@@ -120,6 +120,25 @@ def test_encoded_checkpoints_are_compared_as_plain_ones(tmp_path: Path, encoding
     found = tenuto.Repository(tmp_path).diff(1, 2)
     assert leaf(found, "w").differing == 1000 / 200_000 and leaf(found, "same").change == "same"
     assert found.bytes_read < 2 * state["w"].nbytes + 100_000
+
+
+def test_sealed_checkpoints_are_compared_with_the_key_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where, key = tmp_path / "ckpts", tmp_path / "key"
+    tenuto.save({"w": np.zeros(1)}, where, step=1)
+    with pytest.raises(SystemExit):
+        main(["key", "add", str(where), "--key-file", str(key)])
+    rng = np.random.default_rng(0)
+    state = {"w": np.ones(100_000), "same": rng.random(40_000)}
+    tenuto.save(state, where, step=2, key=key)
+    tenuto.save(state | {"w": np.full(100_000, 2.0)}, where, step=3, key=key)
+    with pytest.raises(KeyMissing):
+        tenuto.Repository(where).diff(2, 3)
+    monkeypatch.setenv("TENUTO_KEY_FILE", str(key))
+    found = tenuto.Repository(where).diff(2, 3)
+    assert leaf(found, "w").largest == 1.0 and leaf(found, "same").change == "same"
+    assert found.bytes_read == 1_600_000, "equal digests are equal under one key"
 
 
 def test_leaves_that_ranks_hold_in_parts_are_one_leaf(tmp_path: Path) -> None:
