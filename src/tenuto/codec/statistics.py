@@ -9,6 +9,7 @@ it a float32. All loops over elements are numpy's and BLAS's, which release the 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -256,17 +257,22 @@ class _SmallFloat:
         is a float32 but for its exponent's bias."""
         cut = len(block) // 4 * 4
         words = block[:cut].view("<u4")
-        scratch = np.empty(len(words), "<u4")
+        scratch = _scratch(len(words))
         shift, scale = 8 - self.exponent, np.float32(2.0 ** (127 - self.bias))
         mask = np.uint32(((1 << self.bits) - 1) << (32 - self.bits))
         if shift:
             mask = np.uint32(int(mask) >> shift | 0x80000000) & np.uint32(~(0x7F800000 << (8 - shift)) & 0xFFFFFFFF)
         values, total = scratch.view("<f4"), 0.0
         for lane in range(32 // self.bits):
-            np.left_shift(words, np.uint32(32 - self.bits * (lane + 1)), out=scratch)
+            above = 32 - self.bits * (lane + 1)  # bits above this element, which move out
+            if above:
+                np.left_shift(words, np.uint32(above), out=scratch)
+            source = scratch if above else words
             if shift:
-                np.right_shift(scratch.view("<i4"), shift, out=scratch.view("<i4"))
-            np.bitwise_and(scratch, mask, out=scratch)
+                np.right_shift(source.view("<i4"), shift, out=scratch.view("<i4"))
+                np.bitwise_and(scratch, mask, out=scratch)
+            elif lane:  # else nothing is below it
+                np.bitwise_and(source, mask, out=scratch)
             if self.bias != 127:
                 np.multiply(values, scale, out=values)
             with np.errstate(over="ignore", under="ignore"):
@@ -275,6 +281,17 @@ class _SmallFloat:
                 square = exact(values).square
             total += square
         return total + (exact(floats_of(block[cut:], self.name)).square if cut < len(block) else 0.0)
+
+
+_memory = threading.local()
+
+
+def _scratch(words: int) -> Array:
+    """Returns memory of this thread: taken anew for each block, it would cost more than what is done in it."""
+    held: Array | None = getattr(_memory, "words", None)
+    if held is None or len(held) < words:
+        held = _memory.words = np.empty(max(words, BLOCK_BYTES // 4), "<u4")
+    return held[:words]
 
 
 _SMALL_FLOATS: Final[dict[str, tuple[str, int, int, int, int]]] = {
