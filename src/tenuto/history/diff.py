@@ -262,14 +262,17 @@ class _Reader:
     def _diff(path: str, a: LeafSource, b: LeafSource, sums: Sums) -> LeafDiff:
         change: Change = "retyped" if a.dtype != b.dtype else "changed" if sums.differing else "same"
         norm = sums.norms
-        relative = math.sqrt(sums.dd) / norm[0] if norm[0] else 0.0 if not sums.dd else math.inf
+        relative: float | None = math.sqrt(sums.dd) / norm[0] if norm[0] else 0.0 if not sums.dd else math.inf
+        largest: float | None = sums.largest
+        if any(sums.bad) and not (sums.aa or sums.bb):
+            relative = largest = None  # nothing of what both have finite says how much has changed
         return LeafDiff(
             path,
             change,
             (a.dtype, b.dtype),
             (a.shape, b.shape),
             norm,
-            sums.largest,
+            largest,
             relative,
             sums.cosine,
             sums.differing / sums.elements if sums.elements else 0.0,

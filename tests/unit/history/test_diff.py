@@ -156,6 +156,12 @@ def test_leaves_that_ranks_hold_in_parts_are_one_leaf(tmp_path: Path) -> None:
     assert (one.shapes[0], one.largest, one.differing) == ((8, 8), 1.0, 0.5)
 
 
+def test_where_all_is_nan_there_is_no_difference_to_tell(tmp_path: Path) -> None:
+    one = leaf(pair(tmp_path, {"w": np.full(3, 2.0)}, {"w": np.full(3, NAN)}).diff(1, 2), "w")
+    assert (one.change, one.relative, one.largest, one.cosine, one.nonfinite) == ("changed", None, None, None, (0, 3))
+    assert one.norms == (math.sqrt(12), 0.0) and one.differing == 1.0
+
+
 def test_with_another_repository_and_below_one_entry(tmp_path: Path) -> None:
     state = {"model": {"w": np.zeros(3)}, "more": {"w": np.zeros(3)}, "lr": 1}
     tenuto.save(state, tmp_path / "a", step=1)
