@@ -64,13 +64,14 @@ class _Leaves:
 class StateStatistics:
     """Statistics of the leaves of one image, as it is digested. Columns are by leaf, in the order of the index.
 
-    leaves: asked for in the thread that digests, so that training does not wait for it. due: which leaves the save
+    leaves: called in the thread that digests, so that training does not wait for it; it knows no save, whose image would
+    otherwise stay in a cycle of references. due: which leaves the save
     before has not looked at in full. share: of the time, as SHARE.
     """
 
     batch_bytes = BLOCK_BYTES
 
-    def __init__(self, plan: SavePlan, leaves: Callable[[], _Leaves], due: Array | None, share: float) -> None:
+    def __init__(self, plan: SavePlan, leaves: Callable[[SavePlan], _Leaves], due: Array | None, share: float) -> None:
         self._plan = plan
         self._leaves_of = leaves
         self._due = due
@@ -83,7 +84,7 @@ class StateStatistics:
         if self._began is not None:
             return
         self._began = time.perf_counter()
-        self.leaves = self._leaves_of()
+        self.leaves = self._leaves_of(self._plan)
         count = len(self.leaves.names)
         self._image = np.frombuffer(self._plan.arena.buffer.data, np.uint8)
         if self._due is None:
@@ -196,9 +197,7 @@ class HealthWatch:
         before = self._before
         due = before.due if before is not None and before.fingerprint == job.plan.fingerprint else None
         share = SHARE if job.digest_while_writing else WAITED_SHARE
-        job.digester.observer = self._looks[job.save.save_id] = StateStatistics(
-            job.plan, lambda: self._leaves_of(job.plan), due, share
-        )
+        job.digester.observer = self._looks[job.save.save_id] = StateStatistics(job.plan, self._leaves_of, due, share)
 
     def _leaves_of(self, plan: SavePlan) -> _Leaves:
         if self._leaves is None or self._leaves.fingerprint != plan.fingerprint:
