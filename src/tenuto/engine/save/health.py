@@ -64,9 +64,10 @@ class _Leaves:
 class StateStatistics:
     """Statistics of the leaves of one image, as it is digested. Columns are by leaf, in the order of the index.
 
-    leaves: called in the thread that digests, so that training does not wait for it; it knows no save, whose image would
-    otherwise stay in a cycle of references. due: which leaves the save
-    before has not looked at in full. share: of the time, as SHARE.
+    leaves: called in the thread that digests, so that training does not wait for it. It refers to no save, whose image
+        would otherwise stay in a cycle of references.
+    due: which leaves the save before has not looked at in full.
+    share: of the time, as SHARE.
     """
 
     batch_bytes = BLOCK_BYTES
