@@ -35,6 +35,7 @@ GROUPS = {
             "Timing",
             "RankTimings",
             "Preempted",
+            "Unhealthy",
             "Encoding",
         ],
     ),

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tenuto.training.checkpointer import Checkpointer
     from tenuto.training.preemption import Preempted
     from tenuto.training.stats import Stats
+    from tenuto.training.unhealthy import Unhealthy
 
 
 _HOME = {
@@ -62,6 +63,7 @@ _HOME = {
     "Tier": "tenuto.repo.replicated.tiers",
     "Tiers": "tenuto.repo.replicated.tiers",
     "Timing": "tenuto.model.timing",
+    "Unhealthy": "tenuto.training.unhealthy",
     "declare": "tenuto.integrations.torch.adapter",
     "every": "tenuto.policy",
     "first_rank": "tenuto.state.declarations",
@@ -105,6 +107,7 @@ __all__ = [
     "Tier",
     "Tiers",
     "Timing",
+    "Unhealthy",
     "__version__",
     "declare",
     "every",

@@ -122,6 +122,21 @@ def costs(stats: tenuto.Stats) -> None:
     assert_type(stats.ranks, tenuto.RankTimings | None)
 
 
+def values(place: Path) -> None:
+    def hear(found: tenuto.Unhealthy) -> None:
+        assert_type(found.step, int)
+        assert_type(found.leaves, tuple[str, ...])
+        assert_type(found.last_healthy, CheckpointId | None)
+
+    tenuto.Checkpointer(place, {}, health=False)
+    tenuto.Checkpointer(place, {}, on_unhealthy=hear)
+    tenuto.Checkpointer(place, {}, on_unhealthy="stop")
+    repository = tenuto.Repository(place)
+    assert_type(repository.diff(500, "latest", where="model.safetensors").by_change()[0].cosine, float | None)
+    assert_type(repository.health(500).leaves[0].norm, float | None)
+    assert_type(repository.spikes("loss")[0].step, int)
+
+
 def one_off(place: Path, state: dict[str, object]) -> None:
     checkpoint = tenuto.save(state, place, step=3, run="gpt", ranks=tenuto.Solo(), ranks_timeout=60)
     assert_type(checkpoint, tenuto.Checkpoint)

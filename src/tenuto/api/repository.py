@@ -35,10 +35,12 @@ from tenuto.store.registry import open_store, redirected
 
 if TYPE_CHECKING:
     from tenuto.api.export import Exported
+    from tenuto.api.health import CheckpointHealth
     from tenuto.api.migrate import Check, MigrationReport
     from tenuto.drill.drill import DrillResult
     from tenuto.history.bisect import Bisection
     from tenuto.history.compare import Comparison
+    from tenuto.history.diff import Diff
     from tenuto.history.fork import ForkPlan
     from tenuto.history.rollback import RollbackPlan
     from tenuto.history.timeline import Timeline
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from tenuto.maintenance.copy_elsewhere import CopyReport
     from tenuto.maintenance.rename_run import RenamedRun
     from tenuto.maintenance.status import Status
+    from tenuto.policy.spikes import Spike
 
 
 LONGEST: Final = 10_000
@@ -538,6 +541,41 @@ class Repository:
             due_s=due_s,
         )
         return execute(self.repo, plan, note=note, emitter=self._emitter)
+
+    def diff(
+        self,
+        first: int | str | CheckpointId,
+        second: int | str | CheckpointId = "latest",
+        *,
+        run: str = "main",
+        where: Where | None = None,
+        entry: str | None = None,
+    ) -> Diff:
+        """Returns how the second checkpoint differs from the first: structure, values of each leaf, plain values,
+        environment and certificate.
+
+        where: another repository, in which the second one lies, or a safetensors file, whose names are compared with
+            those of the state's model. entry: only what is at or below this path.
+
+        Leaves are read a block at a time, and not at all where the digests of their chunks are equal. Raises
+        LeafNotFound where nothing is at `entry`, and what reading a checkpoint raises.
+        """
+        from tenuto.api.diff import diff
+
+        return diff(self.repo, first, second, run=run, where=where, entry=entry)
+
+    def health(self, step: int | str | CheckpointId = "latest", run: str = "main") -> CheckpointHealth:
+        """Returns what the save of a checkpoint has found of its values: its health, and statistics of each leaf."""
+        from tenuto.api.health import health
+
+        return health(self.repo, resolve(self.repo, run, step))
+
+    def spikes(self, metric: str, run: str = "main") -> list[Spike]:
+        """Returns where a logged metric that falls, such as a loss, jumps up or diverges, of the checkpoints that lead
+        to `latest`, oldest first. Raises MetricNotLogged, naming those that exist."""
+        from tenuto.api.health import spikes_of
+
+        return spikes_of(self.repo, run, metric)
 
     def status(self, run: str | None = None, *, newest: int = 4) -> Status:
         """Returns which of the newest checkpoints is whole in which place, how far each place is behind, who trains,

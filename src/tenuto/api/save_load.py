@@ -16,6 +16,7 @@ from tenuto.engine.read.choose import (
     Restored,
     RestoreResult,
     report_skipped,
+    report_unhealthy,
     restore_checkpoint,
     restore_latest,
 )
@@ -374,6 +375,7 @@ def load(
         frameworks.move(into, device)
     if ranks.is_coordinator:
         report_skipped(emitter, repo.url, found.skipped, found.id)
+        report_unhealthy(emitter, repo, found.manifest)
     return Restored.of(found, repo.url)
 
 

@@ -103,7 +103,8 @@ def compare(repo: Repo, ids: Sequence[CheckpointId], selector: BestSelector | No
     def read_one(id: CheckpointId) -> None:
         manifest, noted = repo.manifest(id), notes(repo, id, report=ignore)
         metrics = with_notes(manifest.metrics, noted)
-        read[id] = manifest, Measured(id, metrics, verification_of(noted) == "suspect", modes_of(manifest))
+        suspect, healthy = verification_of(noted) == "suspect", manifest.health is None or manifest.health.healthy
+        read[id] = manifest, Measured(id, metrics, suspect, healthy, modes_of(manifest))
 
     parallel_for(read_one, ids, threads_for(repo).read)
     measured = [read[id][1] for id in ids]

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read.chunk_reader import threads_for
 from tenuto.errors import CorruptionError
+from tenuto.model.health import Health
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import AttemptRecord, Note
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of, outline
@@ -39,6 +40,7 @@ class Point:
     bytes, created: of its save; None and empty where its manifest cannot be read (`damaged`).
     metrics: logged with the step, or noted later.
     refs: its tags, pins and holds. texts: what people have noted. checked: verified, suspect or, unchecked, empty.
+    health: of its values; None where its save has not looked.
     forks: runs that were forked from it.
     """
 
@@ -52,6 +54,7 @@ class Point:
     modes: Mapping[str, Mode] = field(default_factory=dict)
     damaged: bool = False
     checked: str = ""
+    health: Health | None = None
     refs: tuple[Ref, ...] = ()
     texts: tuple[str, ...] = ()
     forks: tuple[str, ...] = ()
@@ -60,6 +63,10 @@ class Point:
     def tags(self) -> tuple[str, ...]:
         """Its tags."""
         return tuple(ref.name for ref in self.refs if ref.kind == "tag")
+
+    @property
+    def healthy(self) -> bool:
+        return self.health is None or self.health.healthy
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +163,14 @@ def timeline(repo: Repo, run: str, *, limit: int | None = None) -> Timeline:
                 modes={} if manifest is None else modes_of(manifest),
                 damaged=manifest is None,
                 checked=verification_of(noted),
+                health=None if manifest is None else manifest.health,
                 refs=tuple(refs.get(id, ())),
                 texts=texts_of(noted),
                 forks=tuple(forks.get(id, ())),
             )
         )
-    measured = [Measured(one.id, one.metrics, one.checked == "suspect", one.modes) for one in points if not one.damaged]
+    whole = [one for one in points if not one.damaged]
+    measured = [Measured(one.id, one.metrics, one.checked == "suspect", one.healthy, one.modes) for one in whole]
     turns = tuple(turn for record in records if (turn := _turn(record)) is not None)
     return Timeline(repo.url, run, latest, tuple(points), turns, best_of_each(measured, run), more)
 

@@ -62,6 +62,7 @@ def gather_facts(
             metrics=with_notes({} if entry is None else entry.metrics, noted),
             verified=note == "verified" and entry is not None,
             suspect=entry is None or note == "suspect",
+            healthy=entry is None or entry.healthy,
             created_s=None if entry is None else seconds_of(entry.created),
             pinned=any(ref.kind == "pin" for ref in named),
             tags=tuple(ref.name for ref in named if ref.kind == "tag"),

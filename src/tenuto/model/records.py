@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
+
+if TYPE_CHECKING:
+    from tenuto.model.health import Health
 
 Json = Any
 """A value that JSON can hold: None, bool, int, float, str, list of Json, dict of str to Json."""
@@ -112,6 +115,8 @@ class Index:
     """Where its chunks lie, if they are encoded; then `pack` and `offset` say nothing."""
     sealed: int | None = None
     """The number of the repository key that hides its digests of contents, if it is of a sealed checkpoint."""
+    statistics: Json = None
+    """Statistics of the values of its rows, encoded (`repo.format.leaf_statistics`), where the save has looked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,8 @@ class Manifest:
     """The other checkpoints in whose directories packs of its indexes lie."""
     stored: int | None = None
     """The bytes of its own packs, where its chunks are encoded; None: as many as `bytes`."""
+    health: Health | None = None
+    """What the save has found of the values of all leaves; None where it has not looked."""
     code: str = ""
     """The authentication code of a sealed checkpoint: the number of its key, a colon, and an HMAC."""
 

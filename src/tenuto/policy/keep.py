@@ -1,8 +1,9 @@
 """What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=, hours=)`, `keep.daily(days)`,
 `keep.weekly(weeks)`, `keep.within(days=)`, `keep.all()`.
 
-Whatever the policy decides, retention (I7) never removes the checkpoint that `latest` means, the last verified one on
-the walk of I4, or one that is pinned, tagged, on hold, being copied or needed by something else.
+Whatever the policy decides, retention (I7) never removes the checkpoint that `latest` means, the last verified one and
+the last healthy one on the walk of I4, or one that is pinned, tagged, on hold, being copied or needed by something
+else.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class CheckpointFacts:
     """Whether every byte was read and found good, with no damage noted since."""
     suspect: bool = False
     """Whether damage was noted, with no verification since."""
+    healthy: bool = True
+    """Whether no leaf had become NaN or infinite, as far as its save has looked."""
     created_s: float | None = None
     """Save time by the saving machine's clock, in seconds since 1970; None if unknown.
 
@@ -145,11 +148,13 @@ def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[s
     # A restore falls back to this checkpoint: latest itself, unless it is known to be damaged.
     whole = next((facts.id for facts in walk if not facts.suspect), None)
     last_verified = next((facts.id for facts in walk if facts.verified), None)
+    last_healthy = next((facts.id for facts in walk if facts.healthy and not facts.suspect), None)
     return {
         facts.id: [
             *([newest] if facts.id == latest else []),
             *(["the newest not known to be damaged"] if facts.id == whole != latest else []),
             *(["the last one verified"] if facts.id == last_verified else []),
+            *(["the last healthy one"] if facts.id == last_healthy != whole else []),
             *(["pinned"] if facts.pinned else []),
             *([f"tagged {', '.join(facts.tags)}"] if facts.tags else []),
             *(["held"] if facts.held else []),
@@ -464,9 +469,9 @@ class Best(KeepPolicy):
 
     def ranked(self, history: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
         """Returns the checkpoints of `history`, which is newest first, that have the metric: best first, the newer of
-        equals first. NaN is no value."""
+        equals first. NaN is no value, and what is unhealthy is never best."""
         sign = 1.0 if self.mode == "min" else -1.0
-        with_metric = [facts for facts in history if not math.isnan(self._value(facts))]
+        with_metric = [facts for facts in history if facts.healthy and not math.isnan(self._value(facts))]
         return sorted(with_metric, key=lambda facts: sign * self._value(facts))
 
     def _first(self, ranked: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
@@ -494,6 +499,8 @@ class Best(KeepPolicy):
             return f"has no {self.metric}, and a newer one has"
         if math.isnan(self._value(facts)):
             return f"{self.metric} is nan"
+        if not facts.healthy:
+            return "has NaN or infinite values, so it is not the best by any metric"
         value, last = self._value(facts), self._value(of_run[-1])
         if value == last:
             return f"not {self._words()} ({value:g}, and a newer one has the same)"

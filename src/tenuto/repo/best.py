@@ -53,21 +53,22 @@ class BestSelector:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A checkpoint as `best` judges it: its metrics, also those noted later, whether damage was noted, and the
-    directions in which its training's policies say that metrics improve."""
+    """A checkpoint as `best` judges it: its metrics, also those noted later, whether damage was noted, whether it is
+    healthy, and the directions in which its training's policies say that metrics improve."""
 
     id: CheckpointId
     metrics: Mapping[str, float]
     suspect: bool = False
+    healthy: bool = True
     modes: Mapping[str, Mode] = field(default_factory=dict)
 
 
 def best(repo: Repo, run: str, selector: BestSelector) -> CheckpointId:
     """Returns the run's best checkpoint by a metric, also where training has left its line behind.
 
-    Ties go to the newest. NaN is never best, nor is a checkpoint that is known to be damaged. Raises CheckpointNotFound
-    if the run has no checkpoint, MetricNotLogged, naming those that exist, if none has the metric, and UsageError if
-    no mode is given and none is recorded.
+    Ties go to the newest. NaN is never best, nor is a checkpoint that is known to be damaged, or unhealthy. Raises
+    CheckpointNotFound if the run has no checkpoint, MetricNotLogged, naming those that exist, if none has the metric,
+    and UsageError if no mode is given and none is recorded.
     """
     return best_of(measured(repo, run), selector, run)
 
@@ -89,12 +90,17 @@ def best_of(found: list[Measured], selector: BestSelector, run: str) -> Checkpoi
             subject=metric,
             hint=f"{BEST}{metric}:min, or {BEST}{metric}:max",
         )
-    ranked = Best(1, metric, mode).ranked([CheckpointFacts(one.id, metrics=one.metrics) for one in with_metric])
+    ranked = Best(1, metric, mode).ranked(
+        [CheckpointFacts(one.id, metrics=one.metrics, healthy=one.healthy) for one in with_metric]
+    )
     damaged = {one.id for one in with_metric if one.suspect}
     whole = [facts.id for facts in ranked if facts.id not in damaged]
     if whole:
         return whole[0]
-    why = "is nan in" if not ranked else "is a number only in damaged ones of"
+    if ranked:
+        why = "is a number only in damaged ones of"
+    else:
+        why = "is nan in" if all(one.healthy for one in with_metric) else "is nan, or what has it is unhealthy, in"
     raise CheckpointNotFound(
         f"run {run!r} has no best checkpoint: {metric} {why} all {len(with_metric)} that have it",
         subject=metric,
@@ -146,7 +152,8 @@ def measured(repo: Repo, run: str) -> list[Measured]:
             if manifest is not None:
                 noted = notes(repo, id, report=ignore)
                 suspect = verification_of(noted) == "suspect"
-                found.append(Measured(id, with_notes(manifest.metrics, noted), suspect, modes_of(manifest)))
+                metrics, healthy = with_notes(manifest.metrics, noted), is_healthy(manifest)
+                found.append(Measured(id, metrics, suspect, healthy, modes_of(manifest)))
     return found
 
 
@@ -164,6 +171,11 @@ def outline(repo: Repo, id: CheckpointId) -> Manifest | None:
             return None
         raise
     return None if isinstance(found, Aborted) else found
+
+
+def is_healthy(manifest: Manifest) -> bool:
+    """Returns whether no leaf had become NaN or infinite, as far as the save has looked."""
+    return manifest.health is None or manifest.health.healthy
 
 
 def modes_of(manifest: Manifest) -> dict[str, Mode]:

@@ -29,6 +29,7 @@ from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, S
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.model.records import Manifest, Note, Receipt
+from tenuto.repo.best import is_healthy
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
 from tenuto.repo.format.small_records import decode_begin
@@ -55,7 +56,7 @@ class CatalogEntry:
 
     length, digest: of the manifest object. bytes: of its own packs. ranks: how many indexes it names. files: what its
     save said that it would write, where this process saved it; empty where another did. bases: the checkpoints on whose
-    packs it rests.
+    packs it rests. healthy: as its manifest says.
     """
 
     length: int
@@ -66,6 +67,7 @@ class CatalogEntry:
     metrics: Mapping[str, float]
     files: tuple[str, ...] = ()
     bases: tuple[CheckpointId, ...] = ()
+    healthy: bool = True
 
 
 @dataclass(slots=True)
@@ -189,6 +191,7 @@ def _entry_of(manifest: Manifest, data: bytes) -> CatalogEntry:
         created=manifest.created,
         metrics=dict(manifest.metrics),
         bases=manifest.bases,
+        healthy=is_healthy(manifest),
     )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 INTERVAL_S = 0.1
 """Seconds between two updates of one bar."""
 
-VERBS = {"save": "saving", "restore": "restoring", "verify": "verifying", "copy": "copying"}
+VERBS = {"save": "saving", "restore": "restoring", "verify": "verifying", "copy": "copying", "compare": "comparing"}
 
 
 class ProgressBar:

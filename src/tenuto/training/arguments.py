@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, cast, get_args
 
@@ -21,10 +21,12 @@ from tenuto.repo.keys import KeySource
 from tenuto.repo.refs import check_tag, is_name
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.frameworks import find_snapshot
+from tenuto.training.unhealthy import Unhealthy
 
 OnBusy = Literal["wait", "skip"]
 OnError = Literal["warn", "raise"]
 Capture = Literal["eager", "fenced"]
+OnUnhealthy = Callable[[Unhealthy], object] | Literal["stop"] | None
 ResumeFrom = Literal["latest"] | int | str | None
 """A step, a tag (of another run, too: that forks it), attempt/step such as "a0007/500", or None to start afresh."""
 
@@ -47,6 +49,8 @@ class Settings:
     encoding: Encoding
     key: KeySource | None
     fenced: bool
+    health: bool
+    on_unhealthy: OnUnhealthy
     ranks_timeout_s: float
     ranks_silence_s: float
     writers: Strategy
@@ -74,6 +78,8 @@ class Settings:
         encoding: object,
         key: KeySource | None,
         capture: object,
+        health: object,
+        on_unhealthy: object,
         ranks_timeout: float,
         ranks_silence: float,
         writers: object,
@@ -118,6 +124,8 @@ class Settings:
             encoding=encoding_of(encoding),
             key=key,
             fenced=_one_of(("eager", "fenced"), "capture", capture) == "fenced",
+            health=_health(health, on_unhealthy),
+            on_unhealthy=cast("OnUnhealthy", on_unhealthy),
             ranks_timeout_s=seconds(ranks_timeout, "ranks_timeout="),
             ranks_silence_s=seconds(ranks_silence, "ranks_silence="),
             writers=strategy(writers),
@@ -215,6 +223,19 @@ def checked_start(value: object) -> ResumeFrom:
             hint='resume_from="latest", a step such as 500, or "best:val_loss"',
         )
     return cast("ResumeFrom", value)
+
+
+def _health(health: object, on_unhealthy: object) -> bool:
+    """Returns whether saves look at values. Raises UsageError for what makes no sense, together or alone."""
+    if not isinstance(health, bool):
+        raise UsageError(f"health={health!r} is neither True nor False", subject="health", hint="health=False")
+    if on_unhealthy is not None and on_unhealthy != "stop" and not callable(on_unhealthy):
+        raise UsageError(
+            f"on_unhealthy={on_unhealthy!r} is neither 'stop' nor a function",
+            subject="on_unhealthy",
+            hint='on_unhealthy="stop", or a function of a tenuto.Unhealthy',
+        )
+    return health
 
 
 def _memory_budget(value: object) -> int | None:

@@ -31,6 +31,7 @@ from tenuto.training.arguments import (
     Capture,
     OnBusy,
     OnError,
+    OnUnhealthy,
     ResumeFrom,
     Settings,
     as_floats,
@@ -103,6 +104,12 @@ class Checkpointer:
       the next forward and backward run, and the optimizer's step waits for the copy. Call `fence()` before code that
       writes these tensors by what torch does not count (`.data`, an array over their memory, a fused kernel of your
       own): where that happens now and then to a part of a tensor, it may go unnoticed, and the save holds two states.
+    - `health`: whether saves look at the values that they write: what is NaN or infinite, norms, extremes, and how much
+      has changed. A checkpoint in which leaves have become NaN or infinite is unhealthy: it is never best, and
+      retention keeps the newest healthy one beside it. False: nothing is looked at.
+    - `on_unhealthy`: what happens, at the next step, once such a save is committed or a logged metric that falls, such
+      as a loss, jumps up or diverges: a function of a `tenuto.Unhealthy`, called on rank 0, or "stop", which ends the
+      loop as `stop` does (of one process, and not for a single jump). None: a warning of such a save.
     - `ranks`: the processes of this job, if torch.distributed does not know them (`tenuto.SharedFiles`). All of them
       give the same arguments, and save, tag and `stop` at the same steps; they agree on what only one can know (a
       clock, a signal, a metric).
@@ -144,6 +151,8 @@ class Checkpointer:
         encoding: Encoding | Preset = "plain",
         key: KeySource | None = None,
         capture: Capture = "eager",
+        health: bool = True,
+        on_unhealthy: OnUnhealthy = None,
         ranks: Ranks | None = None,
         ranks_timeout: float = 600.0,
         ranks_silence: float = 15.0,
@@ -179,6 +188,8 @@ class Checkpointer:
             encoding=encoding,
             key=key,
             capture=capture,
+            health=health,
+            on_unhealthy=on_unhealthy,
             ranks_timeout=ranks_timeout,
             ranks_silence=ranks_silence,
             writers=writers,

@@ -12,7 +12,14 @@ from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.image_store import Image
 from tenuto.engine.memory_tier.memory_restore import MemoryRestore
 from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.read.choose import CheckpointLeaves, Restored, RestoreResult, Skipped, report_skipped
+from tenuto.engine.read.choose import (
+    CheckpointLeaves,
+    Restored,
+    RestoreResult,
+    Skipped,
+    report_skipped,
+    report_unhealthy,
+)
 from tenuto.engine.read.opened import Opened, open_checkpoint, open_image
 from tenuto.engine.read.peek import peeking
 from tenuto.engine.read.sharded_reader import PrivateEntry
@@ -147,6 +154,8 @@ class RunClaim:
                 if self._resume_from != "latest" and newest not in (None, taken) and newest.run == run_key(self._run):
                     self._outcome.append(left_behind(self._repo.url, newest, taken, keep=self._keep))
                 report_skipped(self._emitter, self._repo.url, skipped, taken)
+                if result is not None:
+                    report_unhealthy(self._emitter, self._repo, result.manifest)
             if result is not None:
                 self._outcome.append(self._resumed(result))
             self.done = True

@@ -15,6 +15,7 @@ from tenuto.engine.read.choose import Restored
 from tenuto.engine.save import handle as handles
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save
+from tenuto.engine.save.health import HealthWatch
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.engine.save.saver import Saver
@@ -34,10 +35,9 @@ from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.policy.encoding import Encoding
 from tenuto.policy.keep import KeepPolicy
-from tenuto.policy.save import Decision, EveryOptimum, Moment, SaveHistory, parts_of, split_by_agreement
+from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
 from tenuto.repo.keys import unlock
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.ownership.past_failures import PastFailures, past_failures
 from tenuto.repo.replicated.places import all_places, followers_of, report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
@@ -47,9 +47,10 @@ from tenuto.training.arguments import Settings
 from tenuto.training.exit_status import ExitStatus
 from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, UnloggedMetrics
 from tenuto.training.retention_worker import RetentionWorker
+from tenuto.training.save_costs import OptimumFacts
 from tenuto.training.stats import SaveTotals, Stats
-from tenuto.training.step_pace import StepPace
 from tenuto.training.tier_worker import TierWorker
+from tenuto.training.unhealthy import HealthReports
 
 
 def _possible(encoding: Encoding, repo: Repo) -> Encoding:
@@ -207,6 +208,12 @@ class RunSaver:
                 warn=self.report,
                 group=group,
             )
+        if settings.on_unhealthy == "stop" and not group.acts_at_once:
+            raise UsageError(
+                "on_unhealthy='stop' is for one process: of several ranks only the coordinator learns of it",
+                subject="on_unhealthy",
+                hint="pass a function, which is called on rank 0, and let it tell the others",
+            )
         unlock(repo, settings.key, writing=True)
         protocol = group.protocol(repo)
         self.saver = Saver(
@@ -222,6 +229,15 @@ class RunSaver:
             beside=self.memory.tier if self.memory is not None else None,
             protocol=protocol,
             encoding=_possible(settings.encoding, repo),
+            health=HealthWatch(repo, protocol.rank) if settings.health else None,
+        )
+        self.health = HealthReports(
+            repo,
+            run_key(run),
+            settings.on_unhealthy,
+            modes=settings.modes,
+            report=self.report,
+            acts=group.coordinates,
         )
         self.admission = SaveAdmission(
             self.saver, run, emitter, skip=settings.on_busy == "skip", group=group, missed=protocol.missed
@@ -239,10 +255,7 @@ class RunSaver:
         """The step that training in this process began at."""
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
-        self._continued_s = self._started_s
-        """When training last continued after a step's decision or save."""
-        self._pace = StepPace() if any(isinstance(part, EveryOptimum) for part in parts_of(settings.save)) else None
-        self._past = PastFailures()
+        self._optimum = OptimumFacts(settings.save)
         self._heartbeat = Heartbeat.from_environment(group.rank)
         self._reported_stuck: Save | None = None
         self._loss: RanksError | None = None
@@ -285,10 +298,8 @@ class RunSaver:
         self.totals.begin()
         self._heartbeat.beat(first_step)
         self.tiers.begin(attempt)
-        if self._coordinates and any(
-            isinstance(part, EveryOptimum) and part.learns_failures for part in parts_of(self.policy)
-        ):
-            self._past = past_failures(self.repo, self.run, until=attempt.number)
+        if self._coordinates:
+            self._optimum.begin(self.repo, self.run, attempt.number)
         if restored is not None:
             self.last = Save(restored, "", reason="restored")
             self.last.end()
@@ -314,20 +325,13 @@ class RunSaver:
             persist_s=self.totals.persist_s,
             waits=waits,
             in_flight=self._in_flight,
-            slowdown=self._slowdown(moment),
-            failures=self._past.failures,
-            trained_s=self._past.trained_s,
+            slowdown=self._optimum.step(moment.now_s, beside_a_save=bool(self.saver.in_flight)),
+            failures=self._optimum.past.failures,
+            trained_s=self._optimum.past.trained_s,
         )
         decision = self.group.decide(self._divided_policy, moment, history, self._torn)
-        self._continued_s = time.monotonic()
+        self._optimum.continues()
         return decision
-
-    def _slowdown(self, moment: Moment) -> float:
-        """Counts the step that has just ended. The save after it, if there is one, is no part of the next."""
-        if self._pace is None:
-            return 0.0
-        self._pace.add(moment.now_s - self._continued_s, beside_a_save=bool(self.saver.in_flight))
-        return self._pace.slowdown
 
     def take(
         self,
@@ -383,8 +387,8 @@ class RunSaver:
             self.memory.not_saved(step)
         self.last = save
         self._saved_metrics.add(save, about.metrics)
-        self._continued_s = time.monotonic()
-        self.totals.hold(save, self._continued_s - due_s)
+        self._optimum.continues()
+        self.totals.hold(save, time.monotonic() - due_s)
         return save
 
     def _report_standstill(self) -> None:
@@ -454,6 +458,11 @@ class RunSaver:
         if well and self.attempt is not None and not self._coordinates:
             self.retention.now(self.attempt)
 
+    def raise_troubles(self) -> None:
+        """Raises what `raise_loss` and `raise_failure` do."""
+        self.raise_loss()
+        self.raise_failure()
+
     def raise_failure(self) -> None:
         """Raises the failure in the background since the last call, if `on_error` says so or ownership is lost."""
         with self.lock:
@@ -506,8 +515,10 @@ class RunSaver:
             self._notes.tag(save, names)
         self._write_notes(NOTE_DEADLINE_S)
 
-    def seen(self, metrics: Mapping[str, float]) -> None:
+    def seen(self, metrics: Mapping[str, float], step: int) -> None:
+        """Sees metrics of a step as they are logged."""
         self._unlogged.seen(metrics)
+        self.health.logged(step, metrics)
 
     @property
     def logged(self) -> frozenset[str]:
@@ -554,6 +565,9 @@ class RunSaver:
             self._notes.write()
             return
         self.exit_status.clear()
+        manifest = self.saver.manifest
+        if manifest is not None and manifest.id == save.id and self._coordinates:
+            self.health.committed(save.id, manifest.health)
         self._notes.write()
         if self.attempt is not None:
             self.attempt.committed(save.step)

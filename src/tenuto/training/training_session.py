@@ -279,7 +279,7 @@ class TrainingSession:
                 hint="epoch= is the number of completed epochs, the one that this step ends among them",
             )
         self.metrics = dict(metrics)
-        self.saving.seen(metrics)
+        self.saving.seen(metrics, step)
         if not self._foreign_loop and epoch_ended is None:
             warn_of_epochs(self.saving)
         self._foreign_loop = True
@@ -317,7 +317,7 @@ class TrainingSession:
         already."""
         if isinstance(self.loop, Epochs) and self.loop.unused:
             self._early.update(metrics)
-            self.saving.seen(metrics)
+            self.saving.seen(metrics, self.step)
             return
         self._log(metrics)
 
@@ -326,7 +326,7 @@ class TrainingSession:
         if not self.open and last is not None and last.step == self.step:
             self.saving.note(last, metrics)
         self.metrics.update(metrics)
-        self.saving.seen(metrics)
+        self.saving.seen(metrics, self.step + self.open)
         if not self.open and metrics.keys() & self.saving.policy.metrics():
             self._consider_late()
 
@@ -350,8 +350,7 @@ class TrainingSession:
     def save(self, *, wait: bool) -> Save:
         """Saves now; inside a step, or behind the batches of an epoch, at the end of the body; where nothing is new,
         returns the last save with a warning."""
-        self.saving.raise_loss()
-        self.saving.raise_failure()
+        self.saving.raise_troubles()
         if self.open or self._finishing:
             return self._requests.save(wait=wait, between=not self.open)
         last = self.saving.last
@@ -516,11 +515,11 @@ class TrainingSession:
 
     def _consider(self, *, epoch_ended: bool, ending: bool) -> None:
         """Takes the save that is due, and leaves if a signal came."""
-        self.saving.raise_loss()
-        self.saving.raise_failure()
+        self.saving.raise_troubles()
         if self._probe is not None:
             self._probe.completed()
         log_lines.flush()
+        self.stopping = self.saving.health.act() or self.stopping
         group = self.saving.group
         signal = group.completed(self.step, self._preemption.signal, ending=ending or self.stopping)
         moment = self._moment(

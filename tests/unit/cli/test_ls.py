@@ -125,6 +125,8 @@ def test_ls_json(cli, made):
         "best": [],
         "message": None,
         "verdict": None,
+        "health": None,
+        "spikes": {},
         "goes": None,
     }
     assert gpt["checkpoints"][0]["metrics"]["late"] == 0.25

@@ -220,6 +220,7 @@ def test_the_settings_of_a_large_job_are_what_code_would_say(monkeypatch: pytest
         wait_for_owner=120,
         memory_budget=400 * 10**9,
         capture="fenced",
+        health=True,
         ranks_timeout=1800,
         ranks_silence=30,
         writers="balanced",

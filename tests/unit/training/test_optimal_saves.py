@@ -18,7 +18,7 @@ from tenuto.repo.ownership.lease import BEAT_S
 from tenuto.repo.ownership.past_failures import PastFailures, past_failures
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
-from tenuto.training.step_pace import StepPace
+from tenuto.training.save_costs import StepPace
 
 
 def attempt_of(where: Path, *, beats: int, killed: bool) -> None:

@@ -138,6 +138,8 @@ def _marks(found: Timeline, point: Point) -> Iterator[str]:
         yield "DAMAGED"
     if point.checked:
         yield "SUSPECT" if point.checked == "suspect" else point.checked
+    if point.health is not None and not point.healthy:
+        yield f"UNHEALTHY: {count(point.health.leaves, 'leaf')} with NaN or infinities"
     yield from marks_of_refs(point.refs)
     if point.after is not None and point.after.run != point.id.run:
         yield f"continues {point.after}"
@@ -189,6 +191,7 @@ def _point_json(point: Point) -> Mapping[str, CheckpointId | Any]:
         "metrics": dict(point.metrics),
         "damaged": point.damaged,
         "checked": point.checked or None,
+        "health": None if point.health is None else point.health.to_json(),
         "refs": [{"kind": ref.kind, "name": ref.name, "reason": ref.reason or None} for ref in point.refs],
         "notes": list(point.texts),
         "forks": list(point.forks),

@@ -128,6 +128,7 @@ def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:
 
 
 def _json(found: RunRows) -> dict[str, object]:
+    spiked = found.spikes()
     return {
         "run": found.run,
         "attempts": list(found.attempts),
@@ -135,7 +136,7 @@ def _json(found: RunRows) -> dict[str, object]:
         "best": dict(found.best),
         "owner": None if found.owner is None else found.owner.json(),
         "bytes": found.bytes,
-        "checkpoints": [row.json(found.best_of(row)) for row in found.rows],
+        "checkpoints": [row.json(found.best_of(row), spiked.get(row.id)) for row in found.rows],
         "more": found.more,
     }
 

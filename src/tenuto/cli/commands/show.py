@@ -148,7 +148,8 @@ def _marks(repo: Repo, id: CheckpointId, notes: Sequence[Note]) -> list[str]:
     on_walk = any(stretch.covers(id) for stretch in stretches(repo, id.run, known={id}))
     refs = refs_of(repo).get(id, ())
     tags, pins = tags_among(refs), pins_among(refs)
-    row = RunRow(id, "committed", latest(repo, id.run) == id, on_walk, notes=tuple(notes), tags=tags, pins=pins)
+    newest, health = latest(repo, id.run) == id, repo.manifest(id).health
+    row = RunRow(id, "committed", newest, on_walk, notes=tuple(notes), tags=tags, pins=pins, health=health)
     return row.marks()
 
 
@@ -217,6 +218,8 @@ def _unusual(
     of = sum(len(index.packs) for index in loaded.indexes)
     for url, many in (_packs_by_place(repo, manifest, loaded) or {}).items():
         yield "data files in", f"{url or 'no location that can be reached from here'}: {many} of {of}"
+    if manifest.health is not None and not manifest.health.healthy:
+        yield "unhealthy", str(manifest.health)
     for name, by in _unlogged(manifest, metrics).items():
         yield "not logged", f"{name}, which {by} uses"
 
@@ -302,6 +305,7 @@ def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, .
         "metrics": metrics,
         "unlogged": _unlogged(manifest, metrics),
         "notes": [{"kind": note.kind, **note.body} for note in notes],
+        "health": None if manifest.health is None else manifest.health.to_json(),
         "environment": manifest.environment,
         "certificate": manifest.certificate,
         "packs_in": _packs_by_place(repo, manifest, loaded),

@@ -20,11 +20,13 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
 from tenuto.repo.format.object_names import NOTES
 from tenuto.repo.notes import verification_of
-from tenuto.units import age
+from tenuto.units import age, count
 
 if TYPE_CHECKING:
     from tenuto.maintenance.census import SaveDirectory
+    from tenuto.model.health import Health
     from tenuto.model.records import Note, Owner
+    from tenuto.policy.spikes import Spike
     from tenuto.repo.refs import Ref
     from tenuto.repo.repository import Repo
 
@@ -75,12 +77,18 @@ class RunRow:
     """When a removed checkpoint's bytes may go, and until when it can be brought back."""
     needed_by: str = ""
     """What of those listed rests on a removed one's data files, so that they stay."""
+    health: Health | None = None
+    """What its save has found of its values."""
     freed: bool = False
     """Whether nothing is left of it but the mark of an aborted save, as where gc has emptied the trash."""
 
     @property
     def suspect(self) -> bool:
         return verification_of(self.notes) == "suspect"
+
+    @property
+    def healthy(self) -> bool:
+        return self.health is None or self.health.healthy
 
     def marks(self, best: Sequence[str] = (), *, of_these: bool = False) -> list[str]:
         """Returns its marks, a few words each. `best`: the metrics by which it is the best; `of_these`: of those that
@@ -99,11 +107,14 @@ class RunRow:
         if verdicts and self.state == "committed":
             proof = restorable(self.notes)
             marks.append("SUSPECT" if verdicts[-1] == "suspect" else proof or verdicts[-1])
+        if self.health is not None and not self.healthy and self.state == "committed":
+            marks.append(f"UNHEALTHY: {count(self.health.leaves, 'leaf')} with NaN or infinities")
         if self.latest and self.verdict is not None and self.verdict in EXACTNESS:
             marks.append(EXACTNESS[self.verdict])
         return [*marks, *(f"tagged {name}" for name in self.tags), *marks_of_refs(self.pins)]
 
-    def json(self, best: Sequence[str]) -> dict[str, Any]:
+    def json(self, best: Sequence[str], spiked: Mapping[str, Spike] | None = None) -> dict[str, Any]:
+        """`spiked`: what those of its metrics do that do not follow the ones before it."""
         seconds = age_s(self.created)
         return {
             "attempt": self.id.attempt,
@@ -123,6 +134,8 @@ class RunRow:
             "pins": pins_json(self.pins),
             "message": self.message or None,
             "verdict": self.verdict,
+            "health": None if self.health is None else self.health.to_json(),
+            "spikes": {name: spike.kind for name, spike in (spiked or {}).items()},
             "goes": self.goes or None,
         }
 
@@ -197,6 +210,20 @@ class RunRows:
     def removed(self) -> list[RunRow]:
         return [row for row in self.rows if row.state == "removed"]
 
+    def spikes(self) -> dict[CheckpointId, dict[str, Spike]]:
+        """Returns which metrics jump at which of the rows on the line of training, by the metrics of the rows."""
+        from tenuto.policy.spikes import falls, spikes
+
+        line = sorted((row for row in self.rows if row.on_walk and row.state == "committed"), key=lambda row: row.id)
+        modes = {name: mode for row in line for name, mode in row.modes.items()}
+        found: dict[CheckpointId, dict[str, Spike]] = {}
+        for name in sorted({name for row in line for name in row.metrics}):
+            if falls(name, modes.get(name)):
+                having = [row for row in line if name in row.metrics]
+                for spike in spikes(enumerate(row.metrics[name] for row in having)):
+                    found.setdefault(having[spike.step].id, {})[name] = spike
+        return found
+
     def best_of(self, row: RunRow) -> list[str]:
         return [metric for metric, id in self.best.items() if id == row.id]
 
@@ -251,7 +278,12 @@ def owner_of(repo: Repo, run: str) -> RunOwner | None:
 def _best(run: str, rows: Sequence[RunRow]) -> dict[str, CheckpointId]:
     """Returns the best of `rows` by each metric whose direction is recorded; none where all of them are NaN."""
     return best_of_each(
-        [Measured(row.id, row.metrics, row.suspect, row.modes) for row in rows if row.state == "committed"], run
+        [
+            Measured(row.id, row.metrics, row.suspect, row.healthy, row.modes)
+            for row in rows
+            if row.state == "committed"
+        ],
+        run,
     )
 
 
@@ -370,6 +402,7 @@ def _rows(
             message=cut or save.message,
             modes=modes_of(manifest) if manifest else {},
             verdict=exactness(manifest.certificate) if manifest else None,
+            health=manifest.health if manifest else None,
             freed=save.state == "closed" and save.begin is None and not any(True for _ in save.own()),
             goes=max((mark.goes for mark in marks), default=""),
             until=max((mark.until for mark in marks), default=""),

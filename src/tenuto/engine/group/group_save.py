@@ -42,6 +42,7 @@ from tenuto.engine.save.job import Job, ManifestDetails, manifest_about, stored_
 from tenuto.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, in_words
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled
+from tenuto.model.health import Health, united
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Json, Manifest, Receipt
 from tenuto.model.timing import RankTimings, Timing
@@ -81,6 +82,12 @@ def _united(posts: Sequence[RankMessage]) -> dict[str, Any]:
     """Returns what the manifest says."""
     stored = [int(post.head["stored"]) for post in posts if "stored" in post.head]
     return {"bases": _bases(posts), "stored": sum(stored)} if stored else {}
+
+
+def _united_health(posts: Sequence[RankMessage]) -> Health | None:
+    """Returns the health of what all ranks have written; None where one has not looked."""
+    parts = [(Health.read(post.head["health"]), int(post.head["bytes"])) for post in posts if "health" in post.head]
+    return united(parts) if len(parts) == len(posts) else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -343,6 +350,7 @@ class GroupCommit:
             "index": {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name, "sha256": entry.sha256},
             "bytes": save.bytes,
             **_sent_of(index),
+            **({} if job.about.health is None else {"health": job.about.health.to_json()}),
             "packs": [[pack.name, pack.length] for pack in index.packs if pack.at is None],
             "replicas": len(replicas),
             "timing": own_timing(save) if timed else {},
@@ -386,6 +394,7 @@ class GroupCommit:
             receipts += [Receipt(f"{directory}/{name}", int(length), repo.url) for name, length in post.head["packs"]]
         receipts.append(boxes)
         timings = timings_of([post.head["timing"] for post in posts])
+        job.about = replace(job.about, health=_united_health(posts))
         manifest = manifest_about(
             spread_over(job.timed(), timings) if timed else job.about,
             id=save.id,

@@ -120,6 +120,16 @@ def report_skipped(emitter: Emitter, url: str, skipped: Sequence[Skipped], taken
         emitter.emit(PassedOver(url, tuple(skipped), taken))
 
 
+def report_unhealthy(emitter: Emitter, repo: Repo, manifest: Manifest) -> None:
+    """Reports that what is restored is unhealthy: it is what was asked for, and training from it goes nowhere."""
+    health = manifest.health
+    if health is not None and not health.healthy:
+        from tenuto.repo.health import newest_healthy, way_back  # rare
+
+        run = manifest.id.run
+        emitter.report(f"{manifest.id} has {health}; {way_back(repo.url, newest_healthy(repo, run))}", run)
+
+
 def exactly(repo: Repo, id: CheckpointId, attempt: Callable[[CheckpointId], Result]) -> Result:
     """Returns `attempt(id)`. Raises CheckpointNotFound if the checkpoint is not there, or is removed meanwhile."""
     try:

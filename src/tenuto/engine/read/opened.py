@@ -38,6 +38,7 @@ from tenuto.state.tree import LEAVES, NOTHING, OWN, PRIVATE, kind_of, leaves_bel
 if TYPE_CHECKING:
     import torch
 
+    from tenuto.model.health import Health
 
 Array = np.ndarray[Any, Any]
 
@@ -124,6 +125,11 @@ class Leaf:
         """
         tensor: torch.Tensor = self._values("torch", region(self.shape, ..., self.path))
         return tensor if device is None else tensor.to(device)
+
+    def digests(self) -> tuple[Any, ...] | None:
+        """What is equal for two leaves of one repository only if their bytes are; None where that is not known, as of
+        leaves that several ranks hold."""
+        return self._reader.digests(self._row)
 
     def read_into(self, out: Buffer, box: Box) -> None:
         """Fills `out` with the items of a box, in row-major order and as they were stored. Raises CorruptionError."""
@@ -246,6 +252,16 @@ class Opened(Mapping[str, Leaf]):
     def certificate(self) -> Mapping[str, Json]:
         """The record of what a resume from it covers, and of what could make it inexact."""
         return self._manifest.certificate
+
+    @property
+    def environment(self) -> Mapping[str, Json]:
+        """The record of where it was saved, and by what."""
+        return self._manifest.environment
+
+    @property
+    def health(self) -> Health | None:
+        """What its save has found of its values; None where it has not looked."""
+        return self._manifest.health
 
     @property
     def bytes(self) -> int:
@@ -413,6 +429,9 @@ class _PartOfImage:
 
     def parts(self, row: int) -> list[tuple[int, Box]]:
         return []
+
+    def digests(self, row: int) -> tuple[Any, ...] | None:
+        return None
 
     def close(self) -> None:
         """Nothing is open."""

@@ -112,6 +112,10 @@ class ShardedLazyReader:
             for one in self._readers.values():
                 one.reader.close()
 
+    def digests(self, row: int) -> tuple[Any, ...] | None:
+        """Returns None: chunks are those of the parts that ranks hold, which may be cut otherwise elsewhere."""
+        return None
+
     def parts(self, row: int) -> list[tuple[int, Box]]:
         """Returns the parts of a row: the rank that has each, and its box."""
         boxes = self._parts.boxes

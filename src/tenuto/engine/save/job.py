@@ -29,6 +29,7 @@ from tenuto.state.contract import Flattened
 if TYPE_CHECKING:
     from tenuto.engine.save.encoder import EncodedPacks
     from tenuto.engine.save.fenced_capture import FencedCapture
+    from tenuto.model.health import Health
 
 DIGESTED_BYTES: Final = 4 << 20
 """Bytes that are digested at a time behind a copy that is still under way."""
@@ -47,6 +48,8 @@ class ManifestDetails:
     marks: Mapping[str, str] = field(default_factory=dict)
     """One for each random generator of this rank: those that are equal on all ranks are alike, and the manifest's
     progress says so."""
+    health: Health | None = None
+    """What the save has found of the values, of several ranks those of this one."""
 
 
 @dataclass(slots=True)
@@ -172,6 +175,7 @@ def manifest_about(about: ManifestDetails, **fields: Any) -> Manifest:
         progress=about.progress,
         environment=about.environment,
         certificate=about.certificate,
+        health=about.health,
     )
 
 

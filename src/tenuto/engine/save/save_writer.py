@@ -30,6 +30,7 @@ from tenuto.units import size
 
 if TYPE_CHECKING:
     from tenuto.engine.memory_tier.tier import MemoryTier
+    from tenuto.engine.save.health import HealthWatch
 
 SMALL_OBJECTS_BYTES = 4 << 20
 """Room that is asked for beside the packs: index, manifest, begin.json, notes."""
@@ -49,8 +50,10 @@ class SaveWriter:
         make_room: Callable[[], bool] | None,
         memory: MemoryTier | None,
         encoder: StateEncoder | None = None,
+        health: HealthWatch | None = None,
     ) -> None:
         self._repo = repo
+        self._health = health
         self._encoder = encoder
         self._emitter = emitter
         self._protocol = protocol
@@ -162,6 +165,9 @@ class SaveWriter:
         clock.put("digest_s", job.digester.seconds)
         with clock.during("index_s"):
             index = job.written_index()
+            if self._health is not None:
+                index, found = self._health.concluded(job, index, attempt.parent)
+                job.about = replace(job.about, health=found)
             if job.encoded is not None:
                 about = {"encoding": job.encoded.about(index)}
                 job.about = replace(job.about, environment={**job.about.environment, **about})
@@ -174,6 +180,8 @@ class SaveWriter:
             self._protocol.commit(job, index, entry, receipts, timed=self._timed, report=self._set_manifest)
         if self._encoder is not None and job.encoded is not None:
             self._encoder.committed(job.encoded, index)
+        if self._health is not None:
+            self._health.committed(job)
         crashpoint("manifest durable, not yet reported")
 
     def _set_manifest(self, manifest: Manifest) -> None:

@@ -41,6 +41,7 @@ from tenuto.state.contract import Flattened
 
 if TYPE_CHECKING:
     from tenuto.engine.memory_tier.tier import MemoryTier
+    from tenuto.engine.save.health import HealthWatch
 
 CHECK_S = 60.0
 """How long the training thread waits for the one listing that shows whether it still owns the run."""
@@ -50,7 +51,7 @@ class Saver:
     """Saves the states of one run, from one training thread. `in_flight`: how many at most at a time, each with an
     image of its own; they are written and committed in the order in which they were taken.
 
-    `encoding`: how the chunks of what it saves are stored.
+    `encoding`: how the chunks of what it saves are stored. `health`: looks at the values of each save.
 
     `attempt` is set once the run is claimed, before the first save. `on_end` is called in the writing thread with the
     handle of each save that has ended, well or not. `make_room` is called at most once in a save that finds its place
@@ -75,8 +76,10 @@ class Saver:
         protocol: CommitProtocol | None = None,
         beside: MemoryTier | None = None,
         encoding: Encoding = PLAIN,
+        health: HealthWatch | None = None,
     ) -> None:
         self.repo = repo
+        self._health = health
         self.attempt: Attempt | None = None
         self._emitter = emitter or Emitter()
         self._on_end = on_end
@@ -93,6 +96,7 @@ class Saver:
             make_room=make_room,
             memory=memory,
             encoder=self._encoder,
+            health=health,
         )
 
         self._beside = tier = beside or memory
@@ -203,6 +207,8 @@ class Saver:
             # Through a window the state goes out while it is captured, whoever waits for what.
             overlapped = wait or plan.arena.window is not None
             job = Job(save, plan, flattened, about, digest_while_writing=not overlapped)
+            if self._health is not None:
+                self._health.watch(job)
             try:
                 self._enter(save)
                 self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
@@ -416,6 +422,8 @@ class Saver:
         if self.memory is not None:
             self.memory.ended(job.plan)
         self._pool.give_back(job.plan)
+        if self._health is not None:
+            self._health.ended(job.save.save_id)
         with self._lock:
             given_back = self._with_image.pop(job.save.save_id, None)
         if given_back is not None:

@@ -43,8 +43,20 @@ class ChunkTable:
         self.total = len(chunks)
 
 
+class Observer(Protocol):
+    """Looks at chunks of an image right after they were digested, while the processor still has them."""
+
+    batch_bytes: int
+    """About how many bytes are digested before they are looked at."""
+
+    def examine(self, first: int, stop: int) -> None:
+        """Looks at chunks `first..stop-1` of the image."""
+        ...
+
+
 class Digester:
-    """Digests the chunks of one save's image as it fills up from its beginning, which has taken `seconds`."""
+    """Digests the chunks of one save's image as it fills up from its beginning, which has taken `seconds`. `observer`
+    is set before the first chunk."""
 
     def __init__(self, table: ChunkTable, image: memoryview) -> None:
         self._table = table
@@ -52,19 +64,30 @@ class Digester:
         self._done = 0
         self._parts: list[bytes] = []
         self.seconds = 0.0
+        self.observer: Observer | None = None
 
     def advance(self, filled: int) -> None:
         """Digests every chunk that lies wholly below position `filled` and has not been digested yet."""
-        table, image = self._table, self._image
+        table, observer = self._table, self.observer
         stop = int(np.searchsorted(table.end, filled, side="right"))
         if stop <= self._done:
             return
         began = time.perf_counter()
+        if observer is None:
+            self._digest(stop)
+        while self._done < stop:
+            first, batch = self._done, table.begin[self._done] + (0 if observer is None else observer.batch_bytes)
+            self._digest(min(stop, max(first + 1, int(np.searchsorted(table.end, batch, side="right")))))
+            if observer is not None:
+                observer.examine(first, self._done)
+        self.seconds += time.perf_counter() - began
+
+    def _digest(self, stop: int) -> None:
+        table, image = self._table, self._image
         begins = table.begin[self._done : stop].tolist()
         ends = table.end[self._done : stop].tolist()
         self._parts.extend([digest(image[begin:end]) for begin, end in zip(begins, ends, strict=True)])
         self._done = stop
-        self.seconds += time.perf_counter() - began
 
     def parts(self, first: int, stop: int) -> list[bytes]:
         """Returns the digests of chunks `first..stop-1` of the image, which lie below what was digested."""

@@ -206,6 +206,7 @@ def _head(index: Index, id: CheckpointId, repository: str, rows: ShapeRows) -> J
         **({} if index.tree_leaves is None else {"leaves": index.tree_leaves}),
         **({} if index.stored is None else {"codecs": list(index.stored.codecs)}),
         **({} if index.sealed is None else {"sealed": index.sealed}),
+        **({} if index.statistics is None else {"statistics": index.statistics}),
         "chunk_bytes": index.chunk_bytes,
         "dtypes": rows.dtypes,
         "format": FORMAT if index.stored is None else ENCODED,
@@ -257,6 +258,7 @@ class Table:
     """Ragged like `dims`: the origin of each row in its leaf, and the leaf's shape. None: every row is a full leaf."""
     stored: StoredChunks | None = None
     sealed: int | None = None
+    statistics: Json = None
 
     def __len__(self) -> int:
         return len(self.code)
@@ -313,6 +315,7 @@ class Table:
             tree_leaves=self.tree_leaves,
             stored=self.stored,
             sealed=self.sealed,
+            statistics=self.statistics,
         )
 
 
@@ -374,6 +377,7 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int, repository: str) -
         whole=whole,
         stored=stored,
         sealed=head.whole("sealed") if "sealed" in head.values else None,
+        statistics=head.values.get("statistics"),
     )
 
 

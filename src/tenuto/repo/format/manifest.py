@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from tenuto.repo.format.object_names import check_file
 from tenuto.repo.format.objects import Fields, checkpoint_json
 from tenuto.repo.format.shard_table import BoxTable, table_parts
 from tenuto.repo.format.small_records import check_parent
+
+if TYPE_CHECKING:
+    from tenuto.model.health import Health
 
 MAX_MANIFEST: Final = 1 << 30
 MAX_ABORTED: Final = 4096
@@ -59,6 +62,7 @@ def encode_manifest(manifest: Manifest, repository: str, tree: Spelled | None = 
             "content": manifest.content,
             "created": manifest.created,
             "environment": dict(manifest.environment),
+            **({} if manifest.health is None else {"health": manifest.health.to_json()}),
             "indexes": [_entry(entry) for entry in manifest.indexes],
             "leaves": manifest.leaves,
             "metrics": {name: tag_number(float(value)) for name, value in manifest.metrics.items()},
@@ -158,6 +162,7 @@ def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
         boxes=_read_entry(found, found.values["boxes"]) if "boxes" in found.values else None,
         bases=found.bases(id),
         stored=found.whole("stored") if "stored" in found.values else None,
+        health=_health(found),
         code=found.text("code") if "code" in found.values else "",
     )
 
@@ -166,6 +171,17 @@ def _tree(found: Fields) -> Json:
     if "tree" not in found.values:
         raise found.refuse("has no tree")
     return found.values["tree"]
+
+
+def _health(found: Fields) -> Health | None:
+    if "health" not in found.values:
+        return None
+    from tenuto.model.health import Health  # a checkpoint that was not looked at needs none
+
+    try:
+        return Health.read(found.mapping("health"))
+    except ValueError as error:
+        raise found.refuse(f"its health is not what a save writes: {error}") from None
 
 
 def _metrics(found: Fields) -> dict[str, float]:
