@@ -1,4 +1,4 @@
-"""What the optimal interval between saves goes by: how much a save slows steps down, and how often the run has failed."""
+"""What the optimal interval between saves goes by: how a save slows steps down, and how often the run has failed."""
 
 from __future__ import annotations
 

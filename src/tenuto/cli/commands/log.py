@@ -139,6 +139,8 @@ def _marks(found: Timeline, point: Point) -> Iterator[str]:
     if point.checked:
         yield "SUSPECT" if point.checked == "suspect" else point.checked
     if point.health is not None and not point.healthy:
+        from tenuto.units import count
+
         yield f"UNHEALTHY: {count(point.health.leaves, 'leaf')} with NaN or infinities"
     yield from marks_of_refs(point.refs)
     if point.after is not None and point.after.run != point.id.run:
