@@ -325,7 +325,7 @@ def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> li
         return []
     found.lacking.update(store.url for store in found.mirrors if store not in stores)
     stores = stores or [repo.store]
-    checks = [_check_copy(store, found.id, index, number) for store in stores]
+    checks = [check_pack(store, found.id, index, number) for store in stores]
     copies = [
         PackCopy(store, bool(check.findings), f"in {store.url}: " if len(stores) > 1 else "")
         for store, check in zip(stores, checks, strict=True)
@@ -344,7 +344,7 @@ def _take(found: Inspection, copies: Sequence[PackCopy], findings: Sequence[Sequ
 
 
 @dataclass(slots=True)
-class _CopyCheck:
+class PackCheck:
     """A copy of a pack without its leaves. `read`: whether its header could be read; `readable`: whether its leaves are
     worth reading."""
 
@@ -353,9 +353,9 @@ class _CopyCheck:
     readable: bool = False
 
 
-def _check_copy(store: Store, id: CheckpointId, index: Index, number: int) -> _CopyCheck:
+def check_pack(store: Store, id: CheckpointId, index: Index, number: int) -> PackCheck:
     """Checks presence, length and header of one copy of a pack."""
-    pack, check = index.packs[number], _CopyCheck()
+    pack, check = index.packs[number], PackCheck()
     name = pack.object_name(id)
 
     def wrong(message: str, leaf: str | None, offset: int | None = None) -> None:
