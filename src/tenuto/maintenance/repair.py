@@ -101,7 +101,10 @@ def execute(
         try:
             (repaired if _mend(repo, one) else gone).append(one)
         except (CorruptionError, StoreError) as error:
-            failed.append((one, error))
+            if one.id is not None and not _is_wanted(repo, one.id):
+                gone.append(one)
+            else:
+                failed.append((one, error))
         done += one.size
         if emit.listened:
             emit.emit(Progress("repair", repo.url, done, total))

@@ -45,6 +45,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "look": ("ls", "show", "status", "du", "verify", "config"),
     "formats": ("import", "migrate", "export"),
     "keep": ("tag", "keep", "rm", "undelete", "gc", "replicate", "promote"),
+    "repair": ("scrub", "repair"),
     "memory": ("flush", "memory"),
     "seal": ("key", "sign"),
     "try": ("certify", "bench", "probe", "demo"),
