@@ -24,7 +24,6 @@ from unittest import mock
 import numpy as np
 
 import tenuto
-from campaigns.result_file import Progress
 from tenuto.cli import main as command
 from tenuto.codec import choosing
 from tenuto.engine.memory_tier.listing import dead_images, remove_image
@@ -297,7 +296,12 @@ def build(name: str, root: Path, seed: int) -> Redundancy:
 
 
 def run_repairs(
-    cases: int, seed: int, *, seconds: float | None = None, names: tuple[str, ...] = tuple(REDUNDANCIES), log: Progress
+    cases: int,
+    seed: int,
+    *,
+    seconds: float | None = None,
+    names: tuple[str, ...] = tuple(REDUNDANCIES),
+    log: Callable[[str], None],
 ) -> RepairTally:
     """Judges `cases` cases in turn over the redundancies, or as many as there is time for."""
     tally, source, began = RepairTally(), random.Random(f"repairs {seed}"), time.monotonic()
@@ -342,8 +346,11 @@ def strike(one: Redundancy, root: Path, source: random.Random, tally: RepairTall
     for path in source.sample(found, min(count, len(found))):
         kind = _kind(path)
         change = source.choice(list(CHANGES))
-        if change == "deleted" and kind in ("manifest", "note") and path.is_relative_to(one.primary):
-            continue  # that removes it
+        if change == "deleted" and _is_a_removal(one, path, kind):
+            continue
+        beside = {"manifest": "begin.json", "begin": "manifest.json"}.get(kind)
+        if beside is not None and path.with_name(beside) in struck:
+            continue  # a directory of which both were another's was copied there, and is no checkpoint
         others = [data for other, data in one.objects.items() if _kind(other) == kind and data != one.objects[path]]
         data = CHANGES[change](one.objects[path], source, others)
         if data == one.objects[path]:
@@ -360,6 +367,16 @@ def strike(one: Redundancy, root: Path, source: random.Random, tally: RepairTall
         _heal(one, root)
     words = ", ".join(f"{path.relative_to(root)} {change}" for path, change in struck.items())
     tally.violations += [f"{one.name} case {tally.cases}: {words}: {problem}" for problem in problems]
+
+
+def _is_a_removal(one: Redundancy, path: Path, kind: str) -> bool:
+    """Returns whether deleting a file is what somebody may do: then nothing has to bring it back."""
+    if path.is_relative_to(one.primary) and kind in ("manifest", "note"):
+        return True
+    # Tiers and nodes keep what they like of what another place has; `tenuto replicate` brings what they lack.
+    return (one.name in ("tiers", "nodes") and kind == "pack") or (
+        one.name == "tiers" and path.is_relative_to(one.places[1])
+    )
 
 
 def _kind(path: Path) -> str:
@@ -400,6 +417,8 @@ def _judge(
     tally.repaired += len(report.repaired)
     tally.quarantined += len(report.quarantined)
     changed = [path for path, data in one.objects.items() if not path.exists() or path.read_bytes() != data]
+    if one.name == "memory":  # a manifest out of an image tells of other times than the one in the store
+        changed = [path for path in changed if _kind(path) != "manifest" or path not in struck or not report.ok]
     for path in changed:
         if path not in struck:
             yield f"{path.relative_to(root)} was healthy, and is changed"

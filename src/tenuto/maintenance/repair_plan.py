@@ -28,7 +28,7 @@ from tenuto.repo.refs import numbers
 from tenuto.repo.replicated.members import node_of
 from tenuto.repo.replicated.places import all_places, home_of, unreachable
 from tenuto.state.tree import leaf_paths
-from tenuto.store.contract import Entry, Store, is_unreadable, leftovers_of
+from tenuto.store.contract import Entry, Store, is_leftover, is_unreadable
 
 Kind = Literal["manifest", "table", "pack", "begin", "attempt", "note", "repository"]
 NEEDED: frozenset[Kind] = frozenset({"manifest", "table", "pack"})
@@ -168,21 +168,24 @@ class _Search:
         self.bytes_read = 0
         self.left: list[tuple[Store, Entry]] = []
         self._staged: list[tuple[Store, Entry]] = []
+        self._there: list[set[str]] = []
+        """What each place has of the checkpoint that is being looked at."""
         self._threads, self._emitter = threads, emitter
         self._attempts: set[str] = set()
         home, *others = all_places(self.repo.store)
+        self._followers = 1 + len(others)
         mirrors = [store for store in others if not node_of(store)]
         self._every: list[Store] = [home, *mirrors] if mirrors and len(mirrors) == len(others) else []
         """The places that have to have every data file, if there are several."""
 
     def search(self, id: CheckpointId) -> Sequence[CheckpointId]:
         """Looks at one checkpoint. Returns the checkpoints whose data files it uses."""
-        self._staged = [
-            (store, entry)
-            for store in self.places
-            for entry in leftovers_of(store, id.directory)
-            if object_names.is_staged(entry.name)
-        ]
+        self._staged = []
+        self._there = []
+        for store in self.places:
+            listed = list(store.walk(id.directory, leftovers=True))
+            self._staged += [(store, entry) for entry in listed if object_names.is_staged(entry.name)]
+            self._there.append({entry.name for entry in listed if not is_leftover(entry.name)})
         manifest = self._manifest(id)
         if manifest is None:
             return ()
@@ -278,12 +281,12 @@ class _Search:
         right; None if nobody has them."""
         whole: tuple[str, bytes] | None = None
         damaged: list[tuple[Store, str, int]] = []
-        for store in self.places if kind != "repository" else [self.home]:
+        for place, store in enumerate(self.places if kind != "repository" else [self.home]):
             data, wrong = _read(store, name, limit)
             if data is not None and right(data):
                 whole = whole or (store.url, data)
                 self._keep_staged(store, name)
-            elif wrong != "is missing" or store is self.home:
+            elif wrong != "is missing" or store is self.home or self._has_to_have(place, kind, name):
                 damaged.append((store, wrong or "is not what was saved", len(data or b"")))
         if not damaged:
             return whole[1] if whole is not None else None
@@ -313,6 +316,17 @@ class _Search:
             )
         return None if whole is None else whole[1]
 
+    def _has_to_have(self, place: int, kind: Kind, name: str) -> bool:
+        """Returns whether another place of the repository lacks an object that goes with what it has of the checkpoint.
+        A place that is filled in the background, and one that lacks data files, is for `tenuto replicate`."""
+        there = self._there[place]
+        if place >= self._followers or kind == "note" or not any(map(object_names.is_pack, there)):
+            return False
+        if any(self.places[place] is store for store in self._every):
+            return True
+        rank = name.removesuffix(".index")
+        return kind != "table" or name.endswith(f"/{object_names.BOXES}") or any(one.startswith(rank) for one in there)
+
     def _elsewhere(self, name: str, right: Callable[[bytes], bool], limit: int) -> Iterator[tuple[str, bytes]]:
         """Yields whole copies of a small object beyond the repository's own places."""
         for source, store, other in self.sources.twins(self.home, name):
@@ -321,8 +335,19 @@ class _Search:
                 yield source, data
         for image in self.sources.images:
             data, _ = _read(image.repo.store, name, limit)
-            if data is not None and right(data):
+            if data is not None and right(data) and self._agrees(name, image.footer.id, data):
                 yield f"the image of {image.footer.id} in memory", data
+
+    def _agrees(self, name: str, id: CheckpointId, data: bytes) -> bool:
+        """Returns whether a manifest from memory names the very tables that lie in the store: nothing else says which
+        bytes the damaged one had. Other objects have digests of their own."""
+        if name != id.manifest:
+            return True
+        found = decode_manifest(data, id, self.repo.id)
+        tables = () if isinstance(found, Aborted) else found.tables
+        return all(
+            digest(_read(self.home, f"{id.directory}/{one.name}", one.length)[0] or b"") == one.digest for one in tables
+        )
 
     def _begin(self, manifest: Manifest) -> bytes | None:
         """What a save says before it begins follows from what it has written."""
