@@ -134,7 +134,7 @@ def _nodes(root: Path, source: np.random.Generator) -> Redundancy:
     return made
 
 
-def _neighbours(root: Path, source: np.random.Generator) -> Redundancy:
+def _without_copies(root: Path, source: np.random.Generator) -> Redundancy:
     """No copy at all: what never changes lies in every checkpoint."""
     made = Redundancy("neighbours", [root / "home"], full=False)
     _train(made, _created(root / "home"), source)
@@ -225,7 +225,7 @@ REDUNDANCIES: Final[Mapping[str, Callable[[Path, np.random.Generator], Redundanc
     "tiers": _tiers,
     "nodes": _nodes,
     "ranks": _ranks,
-    "neighbours": _neighbours,
+    "neighbours": _without_copies,
     "encoded": _encoded,
     "sealed": _sealed,
     "memory": _memory,

@@ -26,6 +26,8 @@ from tenuto.store.wrappers.throttle import Clock, SystemClock, TokenBucket
 
 _LIMIT: Final = 64 << 20
 SAVED_EVERY_S: Final = 30.0
+_AHEAD_S: Final = 3600.0
+"""How far the clock of another machine may be ahead."""
 _UNITS: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -190,14 +192,15 @@ class ReadingState:
 
     def last_read(self, id: CheckpointId, manifest: Manifest | None, noted: list[Note]) -> float:
         """Returns since when nobody knows whether a checkpoint is whole, in seconds since 1970: when it was verified
-        last, here or by a note, or else when it was saved."""
+        last, here or by a note, or else when it was saved. A time to come, by a clock that is ahead, counts as none."""
         found = [seconds_of(note.created) or 0.0 for note in noted if note.kind in ("verified", "suspect")]
         if manifest is not None:
             found.append(seconds_of(manifest.created) or 0.0)
             done = self.done.get(str(id))
             if done is not None and done[0] == manifest.save_id:
                 found.append(done[1])
-        return max(found, default=0.0)
+        now = time.time()
+        return max((when for when in found if when <= now + _AHEAD_S), default=0.0)
 
 
 def _cycle(found: Any) -> Cycle:

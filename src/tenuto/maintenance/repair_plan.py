@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Final, Literal
 
 from tenuto.codec.digest import digest
 from tenuto.engine.read.chunk_reader import long_reads, threads_for
@@ -31,9 +31,11 @@ from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import Entry, Store, is_leftover, is_unreadable
 
 Kind = Literal["manifest", "table", "pack", "begin", "attempt", "note", "repository"]
-NEEDED: frozenset[Kind] = frozenset({"manifest", "table", "pack"})
+NEEDED: Final[frozenset[Kind]] = frozenset({"manifest", "table", "pack"})
 """What a checkpoint cannot be restored without."""
-REBUILT = "what the other objects say"
+REBUILT: Final = "what the other objects say"
+EVERYTHING: Final = "all of its leaves"
+"""What is lost with a manifest, or with the table that says where the parts of leaves lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ class _Search:
         manifest = self._manifest(id)
         if manifest is None:
             return ()
-        lost: tuple[str, ...] = ("all of its leaves",)
+        lost: tuple[str, ...] = (EVERYTHING,)
         if manifest.boxes is not None:
             self._table(id, manifest.boxes, lost)
         for rank, entry in enumerate(manifest.indexes):
@@ -261,7 +263,7 @@ class _Search:
                 return False
             return not isinstance(found, Aborted) and (begun is None or found.save_id == begun.save_id)
 
-        data = self._small(id, "manifest", id.manifest, own, limit=MAX_MANIFEST, lost=("all of its leaves",))
+        data = self._small(id, "manifest", id.manifest, own, limit=MAX_MANIFEST, lost=(EVERYTHING,))
         found = None if data is None else decode_manifest(data, id, self.repo.id)
         assert not isinstance(found, Aborted), "own has looked"
         return found

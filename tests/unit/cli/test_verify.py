@@ -46,7 +46,10 @@ DAMAGED  gpt/a0002/7 model/layers.0.bias: 2048 bytes are not what was saved
 1 of 6 checkpoints DAMAGED; 1 error (1.17 MiB read in 1 ms)
 """
     )
-    assert err.splitlines()[-1] == "hint: gpt/a0002/5 is whole; restoring passes over damaged ones by itself"
+    assert err.splitlines()[-1] == (
+        "hint: tenuto repair /ckpts --dry-run shows what can be repaired; "
+        "restoring passes over damaged ones, as far as gpt/a0002/5"
+    )
 
 
 def test_verify_structure_reads_no_leaf(cli, place):

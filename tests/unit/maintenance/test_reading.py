@@ -20,8 +20,7 @@ PACK = "rank-00000.safetensors"
 
 
 @pytest.fixture(autouse=True)
-def state_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def short_ranges(monkeypatch):
     # Ranges of one chunk: the packs of these tests are that small.
     monkeypatch.setattr(inspect_module, "chunk_runs", lambda chunks: chunk_reader.chunk_runs(chunks, 64))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,7 +132,8 @@ def _words(one: Mending) -> str:
     if one.repairable:
         lines.append("        from " + ", ".join(f"{name}: {size(nbytes)}" for name, nbytes in one.sources))
     else:
-        lines.append(f"        nothing has {size(one.lost_bytes)} of it{_leaves(one.lost, len(one.lost))}")
+        what = size(one.lost_bytes) if one.kind == "pack" else "any"
+        lines.append(f"        nothing has {what} of it{_leaves(one.lost, len(one.lost))}")
     return "\n".join(lines)
 
 
@@ -152,19 +154,22 @@ def _print_report(repo: Repo, report: RepairReport) -> None:
         output.line(f"{count(len(report.gone), 'object')} of checkpoints that were removed meanwhile: left alone")
     for lost in report.quarantined:
         output.line(f"DAMAGED  {lost.id} stays damaged, and is noted so{_leaves(lost.lost, lost.count)}")
-        output.story(f"hint: {_way_out(repo, lost)}")
+        for way in _ways_out(repo, lost):
+            output.story(f"more: {way}")
     whole = 0 if report.verification is None else len(report.verification.checked) - len(report.quarantined)
     done = f"{count(len(report.repaired), 'object')} repaired, {size(report.bytes)}"
     output.line(f"{done}; {count(whole, 'checkpoint')} verified whole")
 
 
-def _way_out(repo: Repo, lost: Quarantined) -> str:
-    salvage = typed("tenuto", "repair", repo.url, lost.id, "--salvage", "whole.safetensors")
-    if lost.instead is None:
-        return f"{salvage} writes what is whole of it"
-    include = [word for path in lost.lost for word in ("--include", path)]
-    older = typed("tenuto", "export", repo.url, "lost.safetensors", "--step", lost.instead, *include)
-    return f"{older} writes these as they were then; {salvage} the others"
+def _ways_out(repo: Repo, lost: Quarantined) -> Iterator[str]:
+    from tenuto.maintenance.repair_plan import EVERYTHING
+
+    if lost.instead is not None:
+        include = [word for path in lost.lost for word in ("--include", path)]
+        older = typed("tenuto", "export", repo.url, "lost.safetensors", "--step", lost.instead, *include)
+        yield f"{older} writes these as they were then"
+    if lost.lost != (EVERYTHING,):
+        yield f"{typed('tenuto', 'repair', repo.url, lost.id, '--salvage', 'whole.safetensors')} writes the others"
 
 
 def _salvage(repo: Repo, ids: list[CheckpointId] | None, out: Path, *, force: bool, json: bool) -> None:

@@ -77,10 +77,9 @@ def _summary(report: ScrubReport) -> str:
     from tenuto.units import age, count, seconds, size
 
     found = report.verification
-    ended = count(len(found.checked) - len(found.partly), "checkpoint")
-    parts = f", {len(found.partly)} in part" if found.partly else ""
-    damaged = f", {len(found.damaged())} DAMAGED" if found.damaged() else ""
-    oldest = f"; none unverified for longer than {age(report.oldest_s)}" if report.oldest is not None else ""
-    overdue = f"; {report.overdue} still due" if report.overdue else ""
+    damaged = len(found.damaged())
+    parts = [f"{len(found.checked) - len(found.partly) - damaged} whole", f"{damaged} DAMAGED" if damaged else ""]
+    parts += [f"{len(found.partly)} in part" if found.partly else ""]
     read = f"{size(found.bytes_read)} read in {seconds(found.seconds)}"
-    return f"{ended} verified{parts}{damaged}{oldest}{overdue} ({read})"
+    line = f"{count(len(found.checked), 'checkpoint')} read: {', '.join(filter(None, parts))} ({read})"
+    return f"{line}; {report.overdue} still due, one for {age(report.oldest_s)}" if report.overdue else line

@@ -163,8 +163,8 @@ def _print(report: VerifyReport) -> None:
     if report.ok and (report.partly or report.due):
         ended = len(report.checked) - len(report.partly)
         parts = f"{ended} to the end" + (f", {len(report.partly)} in part" if report.partly else "")
-        left = f"; {count(report.due, 'checkpoint')} not begun" if report.due else ""
-        output.line(f"{many}: what was read is whole, {parts}{left} ({read})")
+        left = f", {report.due:,} not begun" if report.due else ""
+        output.line(f"{many}: what was read is whole ({read}): {parts}{left}")
         return
     if report.ok and report.unseen:
         unseen = count(report.unseen, "data file")
@@ -199,13 +199,10 @@ def _hint(repo: Repo, report: VerifyReport) -> None:
     damaged = report.damaged()
     if not damaged:
         return
-    output.story(f"hint: {typed('tenuto', 'repair', repo.url, '--dry-run')} shows what can be repaired, and from where")
     checked = set(report.checked)
     whole = [id for id in sorted(checked - set(damaged), reverse=True) if id.run == damaged[-1].run]
-    if whole:
-        output.story(f"hint: {whole[0]} is whole; restoring passes over damaged ones by itself")
-    else:
-        output.story(f"hint: {typed('tenuto', 'ls', repo.url)} shows what else there is")
+    passes = f"; restoring passes over damaged ones, as far as {whole[0]}" if whole else ""
+    output.story(f"hint: {typed('tenuto', 'repair', repo.url, '--dry-run')} shows what can be repaired{passes}")
 
 
 def report_json(repo: Repo, report: VerifyReport) -> dict[str, Any]:
