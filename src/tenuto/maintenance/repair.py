@@ -20,7 +20,7 @@ import numpy as np
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.read.opened import open_checkpoint
-from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError, TenutoError
+from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import census_of
 from tenuto.maintenance.marks import store_now
@@ -109,12 +109,22 @@ def execute(
         if emit.listened:
             emit.emit(Progress("repair", repo.url, done, total))
     _tidy(repo, plan)
-    touched = [id for id in plan.touched if repo.exists(id)]
+    touched = [id for id in plan.checked if _concerns(repo, plan, id)]
     if not touched:
         return RepairReport(plan, tuple(repaired), tuple(gone), tuple(failed))
     verified = execute_verify(repo, plan_verify(repo, touched, listed=True), emitter=emit, threads=threads, note=True)
     quarantined = tuple(_quarantined(repo, plan, verified, id) for id in verified.damaged())
     return RepairReport(plan, tuple(repaired), tuple(gone), tuple(failed), quarantined, verified)
+
+
+def _concerns(repo: Repo, plan: RepairPlan, id: CheckpointId) -> bool:
+    """Returns whether a checkpoint, or one whose data files it uses, was damaged."""
+    if not repo.exists(id):
+        return False
+    try:
+        return not {id, *repo.manifest(id).bases}.isdisjoint(plan.touched)
+    except (CheckpointNotFound, CorruptionError):
+        return id in plan.touched
 
 
 def _tidy(repo: Repo, plan: RepairPlan) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -238,3 +240,59 @@ def test_older_with_reads_the_leaves(world):
     assert older_with(world.reopened(), third, ["b/c"]) == second
     assert older_with(world.reopened(), third, ["nothing"]) is None
     assert object_names.begin_name(third)
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("freed", [False, True])
+def test_a_removal_at_any_point_is_a_removal(copied, point, freed):
+    """Removed into the trash it can come back whole; freed as well, nothing of it is left."""
+    from tenuto.maintenance import gc, remove, undelete
+
+    before, id = bytes_of(copied.store), copied.ids[0]
+    copied.flip(f"{id.directory}/{PACK}", 4096)
+
+    def take():
+        repo = copied.reopened()
+        remove.execute(repo, remove.plan_remove(repo, [id], finished={"main": 1}))
+        if freed:
+            gc.execute(copied.reopened(), gc.plan_gc(copied.reopened(), now=True))
+
+    with armed(point, take):
+        repaired(copied.reopened())
+    repo = copied.reopened()
+    assert not repo.exists(id)
+    if freed:
+        gc.execute(repo, gc.plan_gc(repo, now=True))
+        left = [name for name in copied.names(id.directory) if not name.endswith("manifest.json")]
+        assert left == [], "an aborted mark is all that stays"
+        return
+    undelete.execute(repo, undelete.plan_undelete(repo, id))
+    now = bytes_of(copied.store)
+    assert {name: data for name, data in now.items() if name.startswith("runs/")} == {
+        name: data for name, data in before.items() if name.startswith("runs/")
+    }
+
+
+def test_a_base_is_repaired_with_those_that_rest_on_it(tmp_path):
+    """The data file that is damaged lies in the directory of another checkpoint, which was removed."""
+    from tenuto.maintenance import remove
+
+    place, backup = tmp_path / "ckpts", tmp_path / "backup"
+    state = {"frozen": np.random.default_rng(1).random(200_000), "w": np.zeros(1000)}
+    with tenuto.Checkpointer(
+        place, state, save=tenuto.every(steps=1), keep=tenuto.keep.all(), encoding="dedupe"
+    ) as ckpt:
+        for step in ckpt.steps(3):
+            state["w"][:] = step + 1
+    there = tenuto.Repository(place)
+    first, newest = there.checkpoints()[-1], there.checkpoints()[0]
+    assert there.manifest(newest).bases
+    remove.execute(there.repo, remove.plan_remove(there.repo, [first]))
+    shutil.copytree(place, backup)
+    (pack,) = sorted((place / first.directory).glob("*.pack"))
+    whole = pack.read_bytes()
+    pack.write_bytes(whole[:50_000] + b"damage" + whole[50_006:])
+    assert not there.verify(steps=[newest]).ok
+    assert there.repair(steps=[newest], sources=[backup]).ok
+    assert pack.read_bytes() == whole
+    assert np.array_equal(tenuto.load(place).state["frozen"], state["frozen"])

@@ -187,7 +187,7 @@ def _salvage(repo: Repo, ids: list[CheckpointId] | None, out: Path, *, force: bo
         output.document("salvage", {"where": repo.url, **body})
     else:
         for path, why in done.lost:
-            output.line(f"LOST    {path}: {why}")
+            output.line(f"LOST    {path}: {why.removeprefix(f'{path} is damaged: ')}")
         what = f"{count(done.leaves, 'tensor')} of {done.id} whole, {size(done.bytes)}"
         output.line(f"{out}: {what}; {len(done.lost)} lost")
     if done.lost:
