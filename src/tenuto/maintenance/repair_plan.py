@@ -143,7 +143,7 @@ def plan_repair(
     while waiting:
         id = waiting.pop(0)
         checked.append(id)
-        if not everything and not repo.exists(id):
+        if not everything and id in ids and not repo.exists(id):
             raise CheckpointNotFound(f"no checkpoint {id} at {repo.url}", subject=str(id))
         bases = found.search(id)
         waiting += [base for base in bases if base not in checked and base not in waiting]
