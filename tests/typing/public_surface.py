@@ -163,6 +163,11 @@ def repositories(place: Path) -> None:
     assert_type(repository.tags(), dict[str, CheckpointId])
     assert_type(repository.tag("baseline", step=3), CheckpointId)
     assert_type(repository.untag("baseline"), CheckpointId | None)
+    assert_type(repository.verify(read="5%", limit="100MB/s").ok, bool)
+    assert_type(repository.scrub(every="7d", duration="2h").overdue, int)
+    assert_type(repository.plan_repair(sources=["/backup"]).lost, tuple[CheckpointId, ...])
+    assert_type(repository.repair(steps=[500]).ok, bool)
+    assert_type(repository.salvage("whole.safetensors", step=500).leaves, int)
 
 
 def places(state: dict[str, int], directory: Path) -> None:

@@ -178,11 +178,18 @@ class ReadingState:
     def cycle(self, id: CheckpointId, save_id: str, noted: list[Note]) -> Cycle:
         """Returns the checkpoint's cycle that is under way, or begins one. Damage that was noted since ends a cycle:
         what was read before says nothing of what was repaired."""
-        after = max((note.number for note in noted if note.kind == "suspect"), default=0)
         found = self.under_way.get(str(id))
-        if found is None or found.save_id != save_id or found.after != after:
-            found = self.under_way[str(id)] = Cycle(save_id, time.time(), after)
+        if found is None or found.save_id != save_id or self.outdated(id, noted):
+            found = self.under_way[str(id)] = Cycle(save_id, time.time(), _last_damage(noted))
         return found
+
+    def outdated(self, id: CheckpointId, noted: list[Note]) -> bool:
+        """Returns whether damage was noted since the checkpoint's cycle began; then the cycle is over."""
+        found = self.under_way.get(str(id))
+        if found is None or found.after == _last_damage(noted):
+            return False
+        del self.under_way[str(id)]
+        return True
 
     def end(self, id: CheckpointId) -> None:
         """Ends the checkpoint's cycle: all of it was read, or damage was found."""
@@ -201,6 +208,10 @@ class ReadingState:
                 found.append(done[1])
         now = time.time()
         return max((when for when in found if when <= now + _AHEAD_S), default=0.0)
+
+
+def _last_damage(noted: list[Note]) -> int:
+    return max((note.number for note in noted if note.kind == "suspect"), default=0)
 
 
 def _cycle(found: Any) -> Cycle:

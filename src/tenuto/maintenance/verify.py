@@ -271,6 +271,9 @@ def _executed_in_parts(
         if not part.complete and not harmed:
             partly.append(id)
             continue
+        if not harmed and state.outdated(id, _notes_of(repo, id)):
+            partly.append(id)  # somebody has found damage meanwhile, perhaps in what was read before
+            continue
         state.end(id)
         if note and unnoted is None and not (harmed and verification_of(noted) == "suspect"):
             begun = datetime.fromtimestamp(part.cycle.begun, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

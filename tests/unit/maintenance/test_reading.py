@@ -78,6 +78,22 @@ def test_what_was_read_before_damage_was_noted_counts_no_more(world):
     assert verified(world, id) == "verified"
 
 
+def test_damage_that_another_process_notes_meanwhile_keeps_it_from_being_verified(world, monkeypatch):
+    id = world.save(world.claim(), 1)
+    real = inspect_module.scan
+
+    def scan(found, **more):
+        real(found, **more)
+        if not notes(world.repo, id):
+            add_note(world.repo, id, "suspect", {"count": 1})
+
+    monkeypatch.setattr("tenuto.maintenance.verify.scan", scan)
+    report = run(world, 1.0)
+    assert (report.ok, report.partly, verified(world, id)) == (True, (id,), "suspect")
+    assert run(world, 1.0).partly == ()
+    assert verified(world, id) == "verified"
+
+
 def test_an_interrupted_verification_continues(world, monkeypatch):
     attempt = world.claim()
     ids = [world.save(attempt, step) for step in range(1, 6)]

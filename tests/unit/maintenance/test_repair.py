@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from tenuto.cli import main
 from tenuto.crashpoints import armed
 from tenuto.maintenance.repair import execute, older_with
 from tenuto.maintenance.repair_plan import plan_repair
@@ -296,3 +297,34 @@ def test_a_base_is_repaired_with_those_that_rest_on_it(tmp_path):
     assert there.repair(steps=[newest], sources=[backup]).ok
     assert pack.read_bytes() == whole
     assert np.array_equal(tenuto.load(place).state["frozen"], state["frozen"])
+
+
+@pytest.mark.parametrize("name", ["tenuto.json", "tenuto.copy.json"])
+@pytest.mark.filterwarnings("ignore:tenuto.json:tenuto.TenutoWarning")
+def test_what_the_repository_is_comes_back_from_its_copy(world, name):
+    world.save(world.claim(), 1)
+    tenuto.Repository(world.store)
+    repaired(world.reopened())  # a single save leaves the second one to whoever comes next
+    before = bytes_of(world.store)
+    world.flip(name, 30)
+    assert repaired(world.reopened()).ok
+    assert bytes_of(world.store) == before
+
+
+def test_chunks_of_a_sealed_checkpoint_come_back_without_the_key(tmp_path):
+    place, backup = tmp_path / "ckpts", tmp_path / "backup"
+    with tenuto.Checkpointer(place, {"x": np.zeros(1)}, save=tenuto.every(steps=1)):
+        pass
+    with pytest.raises(SystemExit):
+        main(["key", "add", str(place), "--key-file", str(tmp_path / "key")])
+    state = {"w": np.random.default_rng(3).random(100_000)}
+    with tenuto.Checkpointer(place, state, save=tenuto.every(steps=1), key=tmp_path / "key") as ckpt:
+        for _ in ckpt.steps(1):
+            pass
+    shutil.copytree(place, backup)
+    (pack,) = place.glob("runs/main/*/step-00000001/*.pack")
+    whole = pack.read_bytes()
+    pack.write_bytes(whole[:300_000] + b"damage" + whole[300_006:])
+    assert tenuto.Repository(place).repair(sources=[backup]).ok
+    assert pack.read_bytes() == whole
+    assert np.array_equal(tenuto.load(place, key=tmp_path / "key").state["w"], state["w"])
