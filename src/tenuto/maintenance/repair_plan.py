@@ -335,7 +335,7 @@ class _Search:
             data, _ = _read(store, other, limit)
             if data is not None and right(data):
                 yield source, data
-        for image in self.sources.images:
+        for image in self.sources.images():
             data, _ = _read(image.repo.store, name, limit)
             if data is not None and right(data) and self._agrees(name, image.footer.id, data):
                 yield f"the image of {image.footer.id} in memory", data

@@ -78,7 +78,7 @@ def chunk_keys(digests: Array, chunks: Chunks) -> Array:
 
 @dataclass
 class Sources:
-    """All places that a repair may read from, opened once. A context manager: images stay in memory while it is open.
+    """All places that a repair may read from, opened once. A context manager.
 
     copies: verified copies elsewhere, each with its URL. unreached: copies on the list that cannot be opened, and why.
     """
@@ -86,7 +86,7 @@ class Sources:
     repo: Repo
     copies: list[tuple[str, Store]] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
-    images: list[Image] = field(default_factory=list)
+    _images: list[Image] | None = None
     _stack: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
@@ -118,7 +118,6 @@ class Sources:
         for copy in registered_copies(repo):
             if copy.url not in known:
                 found._open_copy(copy.url)
-        found._open_images()
         return found
 
     def _open_copy(self, url: str) -> None:
@@ -130,19 +129,23 @@ class Sources:
         if other.id == self.repo.id:
             self.copies.append((url, home_of(other.store)))
 
-    def _open_images(self) -> None:
-        """Takes the slots of images that dead processes have left; one that is in use is not looked at."""
-        for found in images(repository=self.repo.id):
-            if found.footer is None or found.alive:
-                continue
-            with suppress(OSError, TenutoError):
-                slot = slot_file.take_slot(found.slot)
-                self._stack.callback(slot.leave)
-                with slot.descriptor() as descriptor:
-                    image = open_image(descriptor, slot.name, chunk_bytes=self.repo.chunk_bytes)
-                if image is not None:
-                    self._stack.callback(image.close)
-                    self.images.append(Image(image.repo, image.footer))
+    def images(self) -> list[Image]:
+        """Returns the images that dead processes have left on this machine. Until the sources are closed nobody else
+        can have them, also no training that would resume from one: so they are asked for last."""
+        if self._images is None:
+            self._images = []
+            for found in images(repository=self.repo.id):
+                if found.footer is None or found.alive:
+                    continue
+                with suppress(OSError, TenutoError):
+                    slot = slot_file.take_slot(found.slot)
+                    self._stack.callback(slot.leave)
+                    with slot.descriptor() as descriptor:
+                        image = open_image(descriptor, slot.name, chunk_bytes=self.repo.chunk_bytes)
+                    if image is not None:
+                        self._stack.callback(image.close)
+                        self._images.append(Image(image.repo, image.footer))
+        return self._images
 
     def places(self) -> list[Store]:
         """Returns every place of the repository in reach, the home first."""
@@ -165,14 +168,8 @@ class Sources:
         return [entry for entry in beside if entry.name.startswith(name + STAGED)]
 
     def tables(self, id: CheckpointId, save_id: str) -> Iterator[ChunkTable]:
-        """Yields the chunks of other objects, those that are likeliest to be equal first: of this save in memory, of
-        the checkpoint itself, of its neighbours in step, of other runs. What cannot be read is passed over."""
-        for image in sorted(self.images, key=lambda one: one.footer.save_id != save_id):
-            with suppress(TenutoError):
-                found = image.repo.manifest(image.footer.id)
-                index = image.repo.index(found, image.footer.rank)
-                name = f"the image of {image.footer.id} in memory"
-                yield ChunkTable.of(name, image.repo.store, image.footer.id, index)
+        """Yields the chunks of other objects, those that are likeliest to be equal first: of the checkpoint itself, of
+        its neighbours in step, of other runs, of images in memory. What cannot be read is passed over."""
         for other in sorted(self._checkpoints(), key=lambda one: _distance(id, one)):
             try:
                 manifest = self.repo.manifest(other)
@@ -181,6 +178,12 @@ class Sources:
             for rank in range(len(manifest.indexes)):
                 with suppress(TenutoError):
                     yield ChunkTable.of(f"{other}", self.repo.store, other, self.repo.index(manifest, rank))
+        for image in sorted(self.images(), key=lambda one: one.footer.save_id != save_id):
+            with suppress(TenutoError):
+                found = image.repo.manifest(image.footer.id)
+                index = image.repo.index(found, image.footer.rank)
+                name = f"the image of {image.footer.id} in memory"
+                yield ChunkTable.of(name, image.repo.store, image.footer.id, index)
 
     def _checkpoints(self) -> Iterator[CheckpointId]:
         for run in self.repo.runs():

@@ -19,6 +19,7 @@ from tenuto.repo.notes import notes, verification_of
 from tenuto.repo.repository import Repo
 from tenuto.store.memory import MemoryStore
 from tenuto.store.registry import open_store
+from tenuto.testing.object_store import Bucket, SimulatedObjectStore
 
 
 def repaired(repo, others=(), ids=None):
@@ -328,3 +329,22 @@ def test_chunks_of_a_sealed_checkpoint_come_back_without_the_key(tmp_path):
     assert tenuto.Repository(place).repair(sources=[backup]).ok
     assert pack.read_bytes() == whole
     assert np.array_equal(tenuto.load(place, key=tmp_path / "key").state["w"], state["w"])
+
+
+def test_an_object_store_is_repaired_in_few_requests(tmp_path):
+    bucket = Bucket()
+    store = SimulatedObjectStore(bucket)
+    state = {"w": np.random.default_rng(3).random(400_000), "frozen": np.arange(100_000.0)}
+    with tenuto.Checkpointer(store, state, save=tenuto.every(steps=1), keep=tenuto.keep.all()) as ckpt:
+        for _ in ckpt.steps(2):
+            pass
+    before = dict(bucket.objects)
+    name = next(name for name in sorted(before) if name.endswith("step-00000002/rank-00000.safetensors"))
+    data, when = before[name]
+    bucket.objects[name] = data[:50_000] + b"damage" + data[50_006:], when
+    bucket.forget()
+    assert tenuto.Repository(store).repair(steps=[2]).ok
+    assert bucket.objects[name][0] == data
+    assert not [name for name in bucket.objects if ".part-" in name]
+    assert bucket.counts()["put"] + bucket.counts().get("part", 0) <= 6
+    assert len(bucket.requests) < 150
