@@ -31,9 +31,12 @@ from tenuto.maintenance.verify import execute as execute_verify
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import Box
 from tenuto.repo.format import object_names
+from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.object_names import STAGED
 from tenuto.repo.notes import ignore, notes, verification_of
+from tenuto.repo.replicated.replica import exists
 from tenuto.repo.repository import Repo
+from tenuto.repo.tombstones import is_tombstoned
 from tenuto.store.contract import Bytes, Content, Store, time_of
 
 LEAVES_NAMED: Final = 8
@@ -212,7 +215,9 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
         return True
     if missing or not repo.exists(id):
         return False
-    copy = f"{object_names.trash_directory(id)}/{secrets.token_hex(16)}.json"
+    trash, begin = object_names.trash_directory(id), object_names.begin_name(id)
+    before, begun = {entry.name for entry in repo.store.walk(trash)}, exists(store, begin)
+    copy = f"{trash}/{secrets.token_hex(16)}.json"
     repo.store.put_if_absent(copy, Bytes(data), token=token)
     crashpoint("repaired manifest in the trash, damaged one still there")
     store.delete([id.manifest])
@@ -220,11 +225,15 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
     try:
         store.put_if_absent(id.manifest, Bytes(data), token=token)
     except AlreadyExists:
-        if store.get(id.manifest, limit=len(data)) != data:
+        if store.get(id.manifest, limit=MAX_MANIFEST) != data:
             raise
     store.settle(id.manifest)
+    # A removal that has come between leaves a tombstone, its own copy in the trash, or nothing of the save.
+    removed = is_tombstoned(repo, id) or {entry.name for entry in repo.store.walk(trash)} - before - {copy}
+    if removed or (begun and not exists(store, begin)):
+        store.delete([id.manifest])
     repo.store.delete([copy])
-    return True
+    return repo.exists(id)
 
 
 class _Recipe:

@@ -10,6 +10,7 @@ import pytest
 import tenuto
 from tenuto.cli import main
 from tenuto.crashpoints import armed
+from tenuto.maintenance import gc, remove, undelete
 from tenuto.maintenance.repair import execute, older_with
 from tenuto.maintenance.repair_plan import plan_repair
 from tenuto.maintenance.repair_sources import Sources
@@ -147,8 +148,6 @@ def test_a_repair_that_is_killed_anywhere_loses_nothing(world, crash, point):
 
 
 def tenuto_gc(world):
-    from tenuto.maintenance import gc
-
     world.store.advance(48 * 3600)
     gc.execute(world.reopened(), gc.plan_gc(world.reopened()))
 
@@ -169,8 +168,6 @@ def test_a_manifest_is_in_the_trash_while_its_name_is_free(copied, crash, point)
     if repo.exists(copied.ids[1]):
         assert repaired(repo).ok
     else:
-        from tenuto.maintenance import undelete
-
         undelete.execute(repo, undelete.plan_undelete(repo, copied.ids[1]))
     assert bytes_of(copied.store) == before
 
@@ -248,8 +245,6 @@ def test_older_with_reads_the_leaves(world):
 @pytest.mark.parametrize("freed", [False, True])
 def test_a_removal_at_any_point_is_a_removal(copied, point, freed):
     """Removed into the trash it can come back whole; freed as well, nothing of it is left."""
-    from tenuto.maintenance import gc, remove, undelete
-
     before, id = bytes_of(copied.store), copied.ids[0]
     copied.flip(f"{id.directory}/{PACK}", 4096)
 
@@ -277,8 +272,6 @@ def test_a_removal_at_any_point_is_a_removal(copied, point, freed):
 
 def test_a_base_is_repaired_with_those_that_rest_on_it(tmp_path):
     """The data file that is damaged lies in the directory of another checkpoint, which was removed."""
-    from tenuto.maintenance import remove
-
     place, backup = tmp_path / "ckpts", tmp_path / "backup"
     state = {"frozen": np.random.default_rng(1).random(200_000), "w": np.zeros(1000)}
     with tenuto.Checkpointer(
@@ -348,3 +341,24 @@ def test_an_object_store_is_repaired_in_few_requests(tmp_path):
     assert not [name for name in bucket.objects if ".part-" in name]
     assert bucket.counts()["put"] + bucket.counts().get("part", 0) <= 6
     assert len(bucket.requests) < 150
+
+
+@pytest.mark.parametrize("way", ["rm", "retention"])
+def test_a_manifest_that_is_removed_while_it_is_repaired_stays_removed(copied, way):
+    id = copied.ids[0]
+    copied.flip(id.manifest, 40)
+
+    def take():
+        repo = copied.reopened()
+        if way == "rm":
+            remove.execute(repo, remove.plan_remove(repo, [id], finished={"main": 1}))
+        else:
+            for name in copied.names(id.directory):
+                copied.lose(name)
+
+    with armed("repaired manifest in the trash, damaged one still there", take):
+        report = repaired(copied.reopened())
+    assert [one.kind for one in report.gone] == ["manifest"]
+    repo = copied.reopened()
+    assert not repo.exists(id)
+    assert len(copied.names("trash/")) == (way == "rm")
