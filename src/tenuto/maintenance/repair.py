@@ -34,6 +34,7 @@ from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.object_names import STAGED
 from tenuto.repo.notes import ignore, notes, verification_of
+from tenuto.repo.replicated.places import reporting_to
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned
@@ -100,18 +101,19 @@ def execute(
     gone: list[Mending] = []
     failed: list[tuple[Mending, TenutoError]] = []
     total, done = sum(one.size for one in plan.repairs), 0
-    for one in plan.repairs:
-        try:
-            (repaired if _mend(repo, one) else gone).append(one)
-        except (CorruptionError, StoreError) as error:
-            if one.id is not None and not _is_wanted(repo, one.id):
-                gone.append(one)
-            else:
-                failed.append((one, error))
-        done += one.size
-        if emit.listened:
-            emit.emit(Progress("repair", repo.url, done, total))
-    _tidy(repo, plan)
+    with reporting_to(repo.store, lambda message: None):  # the plan has said it
+        for one in plan.repairs:
+            try:
+                (repaired if _mend(repo, one) else gone).append(one)
+            except (CorruptionError, StoreError) as error:
+                if one.id is not None and not _is_wanted(repo, one.id):
+                    gone.append(one)
+                else:
+                    failed.append((one, error))
+            done += one.size
+            if emit.listened:
+                emit.emit(Progress("repair", repo.url, done, total))
+        _tidy(repo, plan)
     touched = [id for id in plan.checked if _concerns(repo, plan, id)]
     if not touched:
         return RepairReport(plan, tuple(repaired), tuple(gone), tuple(failed))

@@ -26,7 +26,7 @@ from tenuto.repo.format.small_records import Begin, decode_attempt, decode_begin
 from tenuto.repo.identity import NAMES, decode, read_identity
 from tenuto.repo.refs import numbers
 from tenuto.repo.replicated.members import node_of
-from tenuto.repo.replicated.places import all_places, home_of, unreachable
+from tenuto.repo.replicated.places import all_places, home_of, reporting_to, unreachable
 from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import Entry, Store, is_leftover, is_unreadable
 
@@ -140,15 +140,16 @@ def plan_repair(
     default = threads_for(repo).read if long_reads(repo) else max(2, min(8, (os.cpu_count() or 1) + 1))
     found = _Search(sources, emitter or Emitter(), threads or default)
     waiting, checked = sorted(set(ids)), []
-    while waiting:
-        id = waiting.pop(0)
-        checked.append(id)
-        if not everything and id in ids and not repo.exists(id):
-            raise CheckpointNotFound(f"no checkpoint {id} at {repo.url}", subject=str(id))
-        bases = found.search(id)
-        waiting += [base for base in bases if base not in checked and base not in waiting]
-    if everything:
-        found.repository()
+    with reporting_to(repo.store, lambda message: None):  # the plan says what is damaged where
+        while waiting:
+            id = waiting.pop(0)
+            checked.append(id)
+            if not everything and id in ids and not repo.exists(id):
+                raise CheckpointNotFound(f"no checkpoint {id} at {repo.url}", subject=str(id))
+            bases = found.search(id)
+            waiting += [base for base in bases if base not in checked and base not in waiting]
+        if everything:
+            found.repository()
     return RepairPlan(
         repo.url,
         tuple(sorted(checked)),
@@ -327,7 +328,11 @@ class _Search:
         if any(self.places[place] is store for store in self._every):
             return True
         rank = name.removesuffix(".index")
-        return kind != "table" or name.endswith(f"/{object_names.BOXES}") or any(one.startswith(rank) for one in there)
+        return (
+            kind != "table"
+            or name.endswith(f"/{object_names.BOXES}")
+            or any(one.startswith(f"{rank}.") for one in there)
+        )
 
     def _elsewhere(self, name: str, right: Callable[[bytes], bool], limit: int) -> Iterator[tuple[str, bytes]]:
         """Yields whole copies of a small object beyond the repository's own places."""
