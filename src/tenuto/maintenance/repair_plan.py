@@ -43,10 +43,11 @@ class Mending:
     """One damaged or missing object, in one place.
 
     id: the checkpoint that it belongs to; None for objects of the repository.
-    wrong: the problem. missing: whether there is nothing at all.
+    wrong: the problem. missing: whether there is nothing at all. size: bytes of the whole object.
     sources: what gives its bytes, with how many. lost: the leaves that nobody has all bytes of; `lost_bytes`: of the
     chunks or tables that are lost. Where some are, the object stays as it is.
     copies: whether another place has it whole, so that a restore does not need this one.
+    store: the place. data, recipe: the whole bytes of a small object; how to assemble a pack.
     """
 
     id: CheckpointId | None
@@ -302,19 +303,19 @@ class _Search:
             nbytes = length if whole is None else len(whole[1])
             self.mendings.append(
                 Mending(
-                    id,
-                    kind,
-                    store.url,
-                    name,
-                    wrong,
-                    wrong == "is missing",
-                    nbytes,
-                    () if whole is None else ((whole[0], nbytes),),
-                    lost if whole is None else (),
-                    nbytes if whole is None else 0,
-                    there,
-                    store,
-                    None if whole is None else whole[1],
+                    id=id,
+                    kind=kind,
+                    place=store.url,
+                    name=name,
+                    wrong=wrong,
+                    missing=wrong == "is missing",
+                    size=nbytes,
+                    sources=() if whole is None else ((whole[0], nbytes),),
+                    lost=lost if whole is None else (),
+                    lost_bytes=nbytes if whole is None else 0,
+                    copies=there,
+                    store=store,
+                    data=None if whole is None else whole[1],
                 )
             )
         return None if whole is None else whole[1]
@@ -410,20 +411,19 @@ class _Search:
                 ]
             self.mendings.append(
                 Mending(
-                    id,
-                    "pack",
-                    store.url,
-                    name,
-                    words,
-                    words == "is missing",
-                    recipe.length,
-                    tuple(recipe.shares().items()),
-                    tuple(lost),
-                    nbytes,
-                    bool(whole),
-                    store,
-                    None,
-                    recipe,
+                    id=id,
+                    kind="pack",
+                    place=store.url,
+                    name=name,
+                    wrong=words,
+                    missing=words == "is missing",
+                    size=recipe.length,
+                    sources=tuple(recipe.shares().items()),
+                    lost=tuple(lost),
+                    lost_bytes=nbytes,
+                    copies=bool(whole),
+                    store=store,
+                    recipe=recipe,
                 )
             )
 
