@@ -290,7 +290,9 @@ class Repository:
 
         amount, rate = parse_amount(read), None if limit is None else parse_rate(limit, "limit")
         plan = plan_verify(self.repo, self._chosen(run, steps), listed=steps is None)
-        parts = plan_parts(self.repo, plan, amount=amount, rate=rate, resume=resume)
+        # Of single checkpoints nothing is kept for later, unless a part of them is asked for.
+        in_parts = steps is None or amount is not None or rate is not None or resume
+        parts = plan_parts(self.repo, plan, amount=amount, rate=rate, resume=resume) if in_parts else None
         return execute(self.repo, plan, emitter=self._emitter, note=note, parts=parts)
 
     def scrub(self, *, every: str = "30d", limit: int | str | None = None, duration: str | None = None) -> ScrubReport:

@@ -122,13 +122,13 @@ class ReadingState:
     """What this user has read of one repository on this machine.
 
     under_way: cycles that have not ended. done: when the last cycle of a checkpoint ended, in seconds since 1970, with
-    its save id. whole_pass: when the verification of everything began that has not come to its end, if one has not.
+    its save id. passes: when each verification began that was cut off, by what it is of: a run, or everything ("").
     """
 
     repository: str
     under_way: dict[str, Cycle] = field(default_factory=dict)
     done: dict[str, tuple[str, float]] = field(default_factory=dict)
-    whole_pass: float | None = None
+    passes: dict[str, float] = field(default_factory=dict)
     _saved: float = field(default_factory=time.monotonic)
 
     @staticmethod
@@ -145,8 +145,8 @@ class ReadingState:
                 found = json.loads(file.read(_LIMIT))
             under_way = {str(key): _cycle(value) for key, value in found["under_way"].items()}
             done = {str(key): (str(value[0]), float(value[1])) for key, value in found["done"].items()}
-            whole = found["whole_pass"]
-            return cls(repository, under_way, done, None if whole is None else float(whole))
+            passes = {str(key): float(value) for key, value in found["passes"].items()}
+            return cls(repository, under_way, done, passes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             return cls(repository)
 
@@ -159,7 +159,7 @@ class ReadingState:
         body = {
             "under_way": {key: asdict(cycle) for key, cycle in self.under_way.items()},
             "done": self.done,
-            "whole_pass": self.whole_pass,
+            "passes": self.passes,
         }
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
         with suppress(OSError):

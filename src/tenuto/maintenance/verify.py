@@ -124,12 +124,14 @@ class Parts:
     pace: how much it reads. state: what was read before, and is read by it.
     ordered: begins with what is under way, then what was verified longest ago, instead of in the plan's order.
     since: leaves out what was verified since then, in seconds since 1970.
+    of: the key in the state's `passes`; None for one that is not to be continued as such.
     """
 
     pace: Pace
     state: ReadingState
     ordered: bool = True
     since: float | None = None
+    of: str | None = None
 
     def choose(self, repo: Repo, ids: Sequence[CheckpointId]) -> list[CheckpointId]:
         """Returns the checkpoints to read, in their order."""
@@ -159,19 +161,21 @@ def plan_parts(
 ) -> Parts:
     """Returns how to read `amount` of a plan: a share of all (a float), bytes (an int), or all of it (None).
 
-    rate: bytes per second at most. seconds: how long. resume: continues the verification of everything that was cut
-    off; without it one begins.
+    rate: bytes per second at most. seconds: how long. resume: continues the verification of the same run, or of
+    everything, that was cut off; without it one begins.
     """
     state = ReadingState.load(repo.id)
     nbytes = ceil(amount * stored_bytes(repo, plan)) if isinstance(amount, float) else amount
     pace = Pace(nbytes, seconds=seconds, rate=rate)
     if amount is not None or seconds is not None:
         return Parts(pace, state)
-    if state.whole_pass is None or not resume:
-        state.under_way.clear()
-        state.whole_pass = time.time()
-        return Parts(pace, state, ordered=False)
-    return Parts(pace, state, ordered=False, since=state.whole_pass)
+    of = "" if plan.everything else "/".join(sorted({id.run for id in plan.ids}))
+    if resume and of in state.passes:
+        return Parts(pace, state, ordered=False, since=state.passes[of], of=of)
+    for id in plan.ids:
+        state.under_way.pop(str(id), None)
+    state.passes[of] = time.time()
+    return Parts(pace, state, ordered=False, of=of)
 
 
 def stored_bytes(repo: Repo, plan: VerifyPlan) -> int:
@@ -279,8 +283,8 @@ def _executed_in_parts(
             begun = datetime.fromtimestamp(part.cycle.begun, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
             unnoted = _note(repo, id, found, {"begun": begun, "bytes": part.cycle.bytes})
     due = len(chosen) - len(checked)
-    if not due and not partly:
-        state.whole_pass = None
+    if parts.of is not None and not due and not partly:
+        state.passes.pop(parts.of, None)
     if plan.everything:
         found, read, number = _everything_else(repo, plan, progress, threads, every_byte=not (due or partly))
         findings, nbytes, count = [*findings, *found], nbytes + read, count + number

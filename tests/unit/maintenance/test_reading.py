@@ -114,6 +114,19 @@ def test_an_interrupted_verification_continues(world, monkeypatch):
     assert list(run(world, resume=True).checked) == ids  # that one had come to its end
 
 
+def test_a_verification_of_one_run_leaves_what_is_under_way_elsewhere(world):
+    world.save(world.claim("a"), 1)
+    other = world.save(world.claim("b"), 1)
+    repo = world.reopened()
+    for _ in range(7):
+        run(world, 64)
+    assert str(other) in ReadingState.load(repo.id).under_way
+    there = tenuto.Repository(world.store)
+    assert there.verify(run="a", note=True).ok
+    state = ReadingState.load(repo.id)
+    assert (list(state.under_way), state.passes) == ([str(other)], {})
+
+
 def test_time_that_is_over_ends_it_and_keeps_what_was_read(world):
     world.save(world.claim(), 1)
 
@@ -171,7 +184,7 @@ def test_a_lost_or_damaged_state_costs_reading_again(world):
     id = world.save(world.claim(), 1)
     run(world, 64)
     path = ReadingState.path_of(world.repo.id)
-    for data in (b"{", b"[]", b'{"under_way": {"x": 3}, "done": {}, "whole_pass": null}'):
+    for data in (b"{", b"[]", b'{"under_way": {"x": 3}, "done": {}, "passes": {}}'):
         path.write_bytes(data)
         assert not ReadingState.load(world.repo.id).under_way
         assert run(world, 64).ok
