@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-long test-stores test-trainers lint format reference docs bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
+.PHONY: setup demo test test-long test-stores test-trainers lint format reference docs bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
 
 # Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -163,7 +163,10 @@ ranks-phases-campaign: setup
 ranks-crash-campaign: setup
 	$(BIN)/python -m campaigns.rank_crashes --states 100000 --seconds 1200 --seed 1 --json $(RESULTS)/r1_ranks.json
 
-ranks-stateful-campaign: setup
+ranks-repair-campaign: setup
+	$(BIN)/python -m campaigns.corruption --repair --seconds 600 --cases 1000000 --seed 2 --json $(RESULTS)/repair.json
+
+stateful-campaign: setup
 	$(BIN)/python -m campaigns.stateful --ranks --examples 100 --seed 1 --json $(RESULTS)/r_stateful_ranks.json
 
 exact-resume-campaign: setup

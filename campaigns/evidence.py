@@ -81,6 +81,14 @@ def _corruption(result: Result) -> str:
     )
 
 
+def _repairs(result: Result) -> str:
+    return (
+        f"{_bold(result['cases'], 'cases')}, {result['struck']:,} objects damaged: {result['repaired']:,} whole again, "
+        f"{result['quarantined']:,} checkpoints that nothing could repair noted as damaged, {result['violation_count']} false "
+        "claims or changes of what was healthy."
+    )
+
+
 def _faults(result: Result) -> str:
     struck = f"at {result['call_sites_struck']} of {result['call_sites']} call sites"
     bugs = f" {_bugs(result)}" if result["bugs_seeded"] else ""
@@ -200,6 +208,13 @@ CAMPAIGNS: Final = (
         "Flipped bits, bytes and sectors, cut and missing files, one object under another's name, "
         "directories of other repositories: over every class of byte of every kind of object.",
         _corruption,
+    ),
+    Campaign(
+        "repair",
+        "Repairs",
+        "Repositories with copies, mirrors, tiers, nodes, ranks, neighbours, encodings, keys and images in memory, "
+        "damaged in one place or several, and repaired.",
+        _repairs,
     ),
     Campaign(
         "r4_faults",

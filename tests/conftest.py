@@ -1,6 +1,7 @@
 """Options of the whole test run."""
 
 import gc
+import hashlib
 import signal
 
 import pytest
@@ -43,6 +44,13 @@ def pytest_collection_finish() -> None:
     snapshot.code_identity()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def state_of_its_own(request, tmp_path_factory, monkeypatch):
+    """What verifications remember of one test is nothing to another, nor to whoever runs the tests."""
+    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state" / name))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -100,7 +100,7 @@ def _copy_accepted() -> AbstractContextManager[Any]:
 @contextmanager
 def _length_trusted() -> Iterator[None]:
     """Verify takes a pack for as long as its index says."""
-    check = inspect._check_copy
+    check = inspect.check_pack
 
     def lenient(store: Any, id: Any, index: Any, number: int) -> Any:
         pack = index.packs[number]
@@ -109,9 +109,9 @@ def _length_trusted() -> Iterator[None]:
                 longer = reader.length > pack.length
         except ObjectNotFound:
             longer = False
-        return inspect._CopyCheck(read=True, readable=True) if longer else check(store, id, index, number)
+        return inspect.PackCheck(read=True, readable=True) if longer else check(store, id, index, number)
 
-    with mock.patch.object(inspect, "_check_copy", lenient):
+    with mock.patch.object(inspect, "check_pack", lenient):
         yield
 
 
@@ -168,14 +168,14 @@ def _stored_bytes_not_compared() -> AbstractContextManager[Any]:
 
 def _others_packs_not_verified() -> AbstractContextManager[Any]:
     """Verify looks at a checkpoint's own packs alone."""
-    check = inspect._check_copy
+    check = inspect.check_pack
 
     def lenient(store: Any, id: Any, index: Any, number: int) -> Any:
         if index.packs[number].at is not None:
-            return inspect._CopyCheck()
+            return inspect.PackCheck()
         return check(store, id, index, number)
 
-    return mock.patch.object(inspect, "_check_copy", lenient)
+    return mock.patch.object(inspect, "check_pack", lenient)
 
 
 def _zeroes_are_holes() -> AbstractContextManager[Any]:

@@ -8,6 +8,7 @@ bit. Exit status 1 if anything passed unseen, was read wrongly or was a false al
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import multiprocessing
@@ -154,7 +155,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=1_000_000, help="faults to judge")
     parser.add_argument("--each", type=int, default=FAULTS, help="faults of one unit")
     parser.add_argument("--peer-flips", type=int, default=300, help="flipped bits for each of the other formats")
+    parser.add_argument("--repair", action="store_true", help="damage repositories with redundancy, and repair them")
+    parser.add_argument("--cases", type=int, default=20_000, help="with --repair: repositories to damage")
+    parser.add_argument("--seconds", type=float, help="with --repair: end after this time")
     chosen = parser.parse_args(arguments)
+    if chosen.repair:
+        return _main_of_repairs(arguments, chosen)
     result_header, log = ResultHeader(MODULE, arguments, seed=chosen.seed, packages=PACKAGES), Progress()
     bugs = [] if chosen.no_bugs else run_bugs(chosen.seed, workers=chosen.workers, log=log)
     peers = run_peers(chosen.peer_flips, chosen.seed) if chosen.peer_flips else {}
@@ -164,6 +170,23 @@ def main(arguments: list[str] | None = None) -> int:
     deliver(report, chosen.json, text(report))
     failed = tally.violations or tally.alarms or any(not found.caught for found in bugs)
     return 1 if failed or report["detected"] != report["faults"] else 0
+
+
+def _main_of_repairs(arguments: list[str] | None, chosen: argparse.Namespace) -> int:
+    from campaigns.corruption.repairs import run_repairs
+
+    header, log = ResultHeader(MODULE, arguments, seed=chosen.seed, packages=PACKAGES), Progress()
+    tally = run_repairs(chosen.cases, chosen.seed, seconds=chosen.seconds, log=log)
+    log.end()
+    report = header.result(tally.json())
+    lines = [*report["violations"][:20]]
+    lines.append(
+        f"{report['cases']:,} cases, {report['struck']:,} objects damaged, {report['repaired']:,} repaired, "
+        f"{report['quarantined']:,} checkpoints quarantined, {report['violation_count']} violations; "
+        f"{report['seconds']} s, seed {report['seed']}"
+    )
+    deliver(report, chosen.json, "\n".join(lines))
+    return 1 if tally.violations else 0
 
 
 __all__ = ["Unit", "main", "run", "run_bugs", "run_peers", "summary", "text"]

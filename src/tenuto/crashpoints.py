@@ -61,6 +61,11 @@ NAMES: Final[frozenset[str]] = frozenset(
         "primary has the claims of another tier, not its checkpoints",
         "primary has the tables of another tier's checkpoint, not its manifest",
         "damaged copy removed, not yet written anew",
+        "repaired object staged, damaged one still there",
+        "damaged object removed, repaired one not yet in its place",
+        "repaired object in its place, staged one still there",
+        "repaired manifest in the trash, damaged one still there",
+        "damaged manifest removed, repaired one not yet in its place",
     }
 )
 

@@ -16,9 +16,11 @@ from campaigns.corruption.faults import KINDS, draw, targets
 from campaigns.corruption.harmless import CHANGES, false_alarms, unharmed
 from campaigns.corruption.judge import judge, same
 from campaigns.corruption.peers import PEERS, flipped_bits
+from campaigns.corruption.repairs import REDUNDANCIES, run_repairs
 from campaigns.corruption.shapes import SHAPES, build_shape
 from campaigns.corruption.units import Unit, run_unit, shape_of
 from support.thinning import thinned
+from tenuto.maintenance import repair_pack
 
 SEED = 20
 
@@ -144,3 +146,18 @@ def test_the_campaign_runs_from_the_command_line(tmp_path, capsys) -> None:  # t
     assert main([*arguments, "--json", str(out)]) == 0
     assert '"violation_count": 0' in out.read_text()
     assert "0 violations, 0 false alarms" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
+def test_a_repair_makes_whole_what_a_source_has_and_claims_nothing_else() -> None:
+    tally = run_repairs(60, SEED, log=lambda text: None)
+    assert tally.violations == []
+    assert tally.by.keys() == REDUNDANCIES.keys()
+    assert tally.repaired > 80 and tally.quarantined > 3
+
+
+@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")
+def test_a_repair_that_believes_its_sources_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repair_pack, "differing", lambda chunks, digests, data: np.zeros(0, np.int64))
+    tally = run_repairs(20, SEED, names=("neighbours", "backup"), log=lambda text: None)
+    assert tally.violations

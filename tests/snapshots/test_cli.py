@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from tenuto.cli.console.output import COPIED, cells
 HERE = Path(__file__).parent / "cli"
 RULES = (
     (re.compile(r"\bin \d[\d.]* (?:us|ms|s|min \d+ s)(?=[\s);.]|$)", re.M), "in <duration>"),
-    (re.compile(r'"(seconds|left_s)": \d[\d.e-]*'), r'"\1": "<seconds>"'),
+    (re.compile(r'"(seconds|left_s|oldest_s)": \d[\d.e-]*'), r'"\1": "<seconds>"'),
     (re.compile(r'"(free_before|free_after)": \d+'), r'"\1": "<bytes>"'),
     (re.compile(r"\S+ [KMGTP]iB free there now, \S+ [KMGTP]iB before"), "<bytes> free there now, <bytes> before"),
     (re.compile(r'"(beat_s|bytes_per_s)": \d[\d.e-]*'), r'"\1": "<number>"'),
@@ -132,6 +133,11 @@ def damaged(where: Path) -> None:
     data[len(data) // 2] ^= 1
     pack.write_bytes(data)
     (where / "checkpoints/runs/gpt/a0001/step-00000006/manifest.json").write_bytes(b"?")
+
+
+def damaged_beside_a_copy(where: Path) -> None:
+    shutil.copytree(where / "checkpoints", where / "copy")
+    damaged(where)
 
 
 def all_damaged(where: Path) -> None:
@@ -298,6 +304,14 @@ CASES = (
     case("verify_structure", "verify checkpoints --run gpt --structure", ways="narrow"),
     case("verify_damaged", "verify checkpoints --run gpt", damaged, ways=f"{EVERY} colour"),
     case("verify_empty", "verify new", ways="narrow json"),
+    case("verify_part", "verify checkpoints --read 1%", ways="narrow json"),
+    case("scrub", "scrub checkpoints --every 1s"),
+    case("scrub_damaged", "scrub checkpoints --every 1s", damaged),
+    case("repair_nothing", "repair checkpoints"),
+    case("repair_damaged", "repair checkpoints --yes", damaged),
+    case("repair_from", "repair checkpoints --from copy --yes", damaged_beside_a_copy, ways=EVERY),
+    case("repair_dry_run", "repair checkpoints --from copy --dry-run", damaged_beside_a_copy, ways="narrow"),
+    case("salvage", "repair checkpoints gpt/a0002/7 --salvage whole.safetensors", damaged),
     case("export", "export checkpoints out.safetensors --run gpt"),
     case("export_part", "export checkpoints w.safetensors --run gpt --include model --strip model/", ways="narrow"),
     case("export_damaged", "export checkpoints out.safetensors --run gpt --include *", damaged, ways=EVERY),
@@ -396,7 +410,18 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (where / "empty").mkdir()
     for name in COMMANDS:  # here once, and not in each child that is forked
         importlib.import_module(f"tenuto.cli.commands.{name}")
-    for name in ("gc", "inspect", "remove", "replicate", "retention", "status", "undelete", "verify"):
+    for name in (
+        "gc",
+        "inspect",
+        "remove",
+        "replicate",
+        "repair",
+        "retention",
+        "scrub",
+        "status",
+        "undelete",
+        "verify",
+    ):
         importlib.import_module(f"tenuto.maintenance.{name}")
     return where
 
@@ -411,7 +436,11 @@ def shown(places: Path, tmp_path: Path) -> Callable[[Case, str], Shown]:
             where = tmp_path / way
             shutil.copytree(places, where)
             one.prepare(where)
-        prepare = lambda: fixed.show_fixed_places(where)  # noqa: E731
+
+        def prepare() -> None:
+            os.environ["XDG_STATE_HOME"] = str(tmp_path / f"{way}-state")
+            fixed.show_fixed_places(where)
+
         match way:
             case "wide" | "narrow":
                 columns = 120 if way == "wide" else 80

@@ -190,6 +190,11 @@ def repositories(place: Path) -> None:
     assert_type(repository.bisect(test=lambda id: id.step > 3).first, CheckpointId | None)
     assert_type(repository.hold(1, reason="audit").reason, str)
     assert_type(repository.add_metrics(1, {"loss": 2}), dict[str, float])
+    assert_type(repository.verify(read="5%", limit="100MB/s").ok, bool)
+    assert_type(repository.scrub(every="7d", duration="2h").overdue, int)
+    assert_type(repository.plan_repair(sources=["/backup"]).lost, tuple[CheckpointId, ...])
+    assert_type(repository.repair(steps=[500]).ok, bool)
+    assert_type(repository.salvage("whole.safetensors", step=500).leaves, int)
 
 
 def places(state: dict[str, int], directory: Path) -> None:

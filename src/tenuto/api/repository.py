@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tenuto.api.export import Exported
     from tenuto.api.health import CheckpointHealth
     from tenuto.api.migrate import Check, MigrationReport
+    from tenuto.api.salvage import Salvaged
     from tenuto.drill.drill import DrillResult
     from tenuto.history.bisect import Bisection
     from tenuto.history.compare import Comparison
@@ -48,7 +49,11 @@ if TYPE_CHECKING:
     from tenuto.maintenance.compare_copy import CopyCheck
     from tenuto.maintenance.copy_elsewhere import CopyReport
     from tenuto.maintenance.rename_run import RenamedRun
+    from tenuto.maintenance.repair import RepairReport
+    from tenuto.maintenance.repair_plan import RepairPlan
+    from tenuto.maintenance.scrub import ScrubReport
     from tenuto.maintenance.status import Status
+    from tenuto.maintenance.verify import VerifyReport
     from tenuto.policy.spikes import Spike
 
 
@@ -576,6 +581,111 @@ class Repository:
         from tenuto.api.health import spikes_of
 
         return spikes_of(self.repo, run, metric)
+
+    def verify(
+        self,
+        *,
+        run: str | None = None,
+        steps: Iterable[int | str | CheckpointId] | None = None,
+        read: str = "all",
+        limit: int | str | None = None,
+        resume: bool = False,
+        note: bool = False,
+    ) -> VerifyReport:
+        """Reads every byte and compares it with what was saved; of everything, or of some checkpoints of `run`.
+
+        - `read`: a part, such as "5%" or "20GiB": what was longest not read. Repeated, it reads everything.
+        - `limit`: bytes per second at most, such as "100MB/s".
+        - `resume`: continues a verification that was interrupted.
+        - `note`: notes the result with each checkpoint of which every byte was read.
+
+        What is damaged is in the report, and raises nothing. Raises CheckpointNotFound, UsageError and StoreError.
+        """
+        from tenuto.maintenance.reading import parse_amount
+        from tenuto.maintenance.verify import execute, plan_parts, plan_verify
+        from tenuto.model.sizes import parse_rate
+
+        amount, rate = parse_amount(read), None if limit is None else parse_rate(limit, "limit")
+        plan = plan_verify(self.repo, self._chosen(run, steps), listed=steps is None)
+        # Of single checkpoints nothing is kept for later, unless a part of them is asked for.
+        in_parts = steps is None or amount is not None or rate is not None or resume
+        parts = plan_parts(self.repo, plan, amount=amount, rate=rate, resume=resume) if in_parts else None
+        return execute(self.repo, plan, emitter=self._emitter, note=note, parts=parts)
+
+    def scrub(self, *, every: str = "30d", limit: int | str | None = None, duration: str | None = None) -> ScrubReport:
+        """Verifies each checkpoint that was not verified for `every` ("12h", "30d"), the oldest first, and notes the
+        results. `limit`: bytes per second at most; `duration`: for how long. What is left then is for the next call."""
+        from tenuto.maintenance.reading import parse_duration
+        from tenuto.maintenance.scrub import scrub
+        from tenuto.model.sizes import parse_rate
+
+        return scrub(
+            self.repo,
+            every_s=parse_duration(every, "every"),
+            rate=None if limit is None else parse_rate(limit, "limit"),
+            seconds=None if duration is None else parse_duration(duration, "for"),
+            emitter=self._emitter,
+        )
+
+    def plan_repair(
+        self,
+        *,
+        run: str | None = None,
+        steps: Iterable[int | str | CheckpointId] | None = None,
+        sources: Sequence[Where] = (),
+    ) -> RepairPlan:
+        """Returns what is damaged, and what `repair` would put back from where: every byte is read, and nothing
+        written. The arguments are those of `repair`."""
+        from tenuto.maintenance.repair_plan import plan_repair
+        from tenuto.maintenance.repair_sources import Sources
+
+        with Sources.of(self.repo, sources) as found:
+            return plan_repair(found, self._chosen(run, steps), emitter=self._emitter)
+
+    def repair(
+        self,
+        *,
+        run: str | None = None,
+        steps: Iterable[int | str | CheckpointId] | None = None,
+        sources: Sequence[Where] = (),
+    ) -> RepairReport:
+        """Puts back what is damaged or missing, of everything or of some checkpoints of `run`, and notes the result.
+
+        Bytes come from the repository's other locations and copies, from `sources` (copies or backups of it), from
+        checkpoints with equal chunks, and from what a process has left in this machine's memory. Each is verified
+        before it is put. What nobody has stays as it is: the report names the leaves that are lost, and an older
+        checkpoint that has them.
+
+        Raises RepositoryError where this is no primary, UsageError where a source is another repository,
+        CheckpointNotFound, and the error of a store that fails.
+        """
+        from tenuto.maintenance.repair import execute
+        from tenuto.maintenance.repair_plan import plan_repair
+        from tenuto.maintenance.repair_sources import Sources
+
+        with Sources.of(self.repo, sources) as found:
+            plan = plan_repair(found, self._chosen(run, steps), emitter=self._emitter)
+            return execute(found, plan, emitter=self._emitter)
+
+    def salvage(
+        self,
+        out: str | Path,
+        *,
+        run: str = "main",
+        step: int | str | CheckpointId = "latest",
+        force: bool = False,
+    ) -> Salvaged:
+        """Writes the tensors of a damaged checkpoint that are whole to `out`, in the format of its suffix; the result
+        lists the others. Raises CorruptionError where nothing is whole, and UsageError where `out` is there."""
+        from tenuto.api.salvage import salvage
+
+        return salvage(self.repo, resolve(self.repo, run, step), Path(out), force=force)
+
+    def _chosen(self, run: str | None, steps: Iterable[int | str | CheckpointId] | None) -> list[CheckpointId] | None:
+        """Returns the checkpoints that are meant; None for everything."""
+        if steps is not None:
+            return [resolve(self.repo, run or "main", step) for step in steps]
+        return None if run is None else sorted(self.checkpoints(run))
 
     def status(self, run: str | None = None, *, newest: int = 4) -> Status:
         """Returns which of the newest checkpoints is whole in which place, how far each place is behind, who trains,

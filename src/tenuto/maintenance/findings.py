@@ -71,7 +71,10 @@ def repository_findings(repo: Repo, census: Census, checked: frozenset[Checkpoin
     for directory in census.unlisted:
         yield Finding(None, "info", "not written by Tenuto, and may not be listed; passed over", object=directory)
     for entry in everything(repo, partial(leftovers_of, repo.store), []):
-        yield Finding(None, "info", f"left over from an unfinished put ({entry.length} bytes)", object=entry.name)
+        what = "put"
+        if object_names.is_staged(entry.name):
+            what = f"repair, which `{typed('tenuto', 'repair', repo.url)}` completes"
+        yield Finding(None, "info", f"left over from an unfinished {what} ({entry.length} bytes)", object=entry.name)
 
 
 def _identity(repo: Repo) -> Iterator[Finding]:

@@ -513,7 +513,8 @@ def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[t
             yield from ((e.name, "a copy of a manifest that is in its place") for e in save.trash if old(e))
     yield from ((entry.name, "left by a gc that died") for entry in census.probes if old(entry))
     for entry in everything(repo, partial(leftovers_of, repo.store), []):
-        if _was_ours(repo, census, entry) and old(entry):
+        # What a repair has staged may be the only whole copy by now; the next repair completes it.
+        if not object_names.is_staged(entry.name) and _was_ours(repo, census, entry) and old(entry):
             yield entry.name, "left over from an unfinished put"
     closed_below = {run: _closing_attempt(repo, run) for run in {run for run, _ in census.attempts}}
     for attempt in census.attempts.values():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +30,7 @@ from tenuto.errors import (
     typed,
 )
 from tenuto.maintenance.findings import Finding, numbered_findings
+from tenuto.maintenance.reading import PartRead
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
@@ -54,6 +57,10 @@ from tenuto.units import count
 # Reads every byte of a checkpoint's packs and compares each chunk with its digest, several pieces at once.
 
 
+Fault = tuple[int, int, int, str]
+"""A damaged chunk: leaf, pack, offset, and the problem."""
+
+
 class Scan:
     """Compares one checkpoint's packs with one index.
 
@@ -69,8 +76,9 @@ class Scan:
         self._buffers = AlignedBuffers()
         self._packs: dict[int, OpenPack] = {}
 
-    def run(self, usable: set[int], threads: int) -> list[Finding]:
-        """Scans the packs numbered in `usable` (present, and as long as they should be)."""
+    def run(self, usable: set[int], threads: int, part: PartRead | None = None) -> list[Finding]:
+        """Scans the packs numbered in `usable` (present, and as long as they should be). `part`: only what of them has
+        not been read yet, and as much as may be."""
         found: list[Finding] = []
         try:
             for number in sorted(usable):
@@ -82,20 +90,51 @@ class Scan:
                         Finding(self._id, "error", f"cannot be opened: {error.message}", object=self._name(number))
                     )
             todo = [piece for piece in chunk_runs(self._chunks) if piece.pack in self._packs]
+            if part is not None:
+                todo = self._chosen(todo, part)
+            scan = self._piece if part is None else partial(self._paced, part)
             if len(todo) <= 1:
-                bad = [fault for piece in todo for fault in self._piece(piece)]
+                bad = self._collected(todo, map(scan, todo), part)
             else:
                 with ThreadPoolExecutor(max(1, threads), thread_name_prefix="tenuto-verify") as pool:
-                    bad = [fault for faults in pool.map(self._piece, todo) for fault in faults]
+                    bad = self._collected(todo, pool.map(scan, todo), part)
         finally:
             for pack in self._packs.values():
                 pack.close()
         return [*found, *self._by_leaf(bad)]
 
+    def _place(self, number: int) -> str:
+        return f"{self._store.url} {self._name(number)}"
+
+    def _chosen(self, pieces: Sequence[ChunkRun], part: PartRead) -> list[ChunkRun]:
+        """Returns the pieces to read now, each pack from where it was left."""
+        left = [piece for piece in pieces if piece.start >= part.begin(self._place(piece.pack))]
+        found = list(takewhile(lambda piece: part.pace.take(piece.stop - piece.start), left))
+        part.complete &= len(found) == len(left)
+        return found
+
+    def _paced(self, part: PartRead, piece: ChunkRun) -> list[Fault] | None:
+        return self._piece(piece) if part.pace.wait(piece.stop - piece.start) else None
+
+    def _collected(
+        self, pieces: Sequence[ChunkRun], results: Iterable[list[Fault] | None], part: PartRead | None
+    ) -> list[Fault]:
+        """Returns the faults of all pieces up to the first that was not read any more."""
+        bad: list[Fault] = []
+        for piece, faults in zip(pieces, results, strict=True):
+            if faults is None:
+                assert part is not None, "only a pace ends early"
+                part.complete = False
+                break
+            bad += faults
+            if part is not None:
+                part.read(self._place(piece.pack), piece.stop, piece.stop - piece.start)
+        return bad
+
     def _name(self, number: int) -> str:
         return self._index.packs[number].object_name(self._id)
 
-    def _piece(self, piece: ChunkRun) -> list[tuple[int, int, int, str]]:
+    def _piece(self, piece: ChunkRun) -> list[Fault]:
         """Returns the damaged chunks of a piece: leaf, pack, offset, and the problem."""
         chunks = piece.chunks
         try:
@@ -114,7 +153,7 @@ class Scan:
         self._on_bytes(piece.stop - piece.start)
         return bad
 
-    def _by_leaf(self, bad: list[tuple[int, int, int, str]]) -> list[Finding]:
+    def _by_leaf(self, bad: list[Fault]) -> list[Finding]:
         """Returns one finding per leaf, at its first damaged chunk: a lost disk must not print a million lines."""
         first: dict[int, tuple[int, int, str]] = {}
         count: dict[int, int] = {}
@@ -325,7 +364,7 @@ def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> li
         return []
     found.lacking.update(store.url for store in found.mirrors if store not in stores)
     stores = stores or [repo.store]
-    checks = [_check_copy(store, found.id, index, number) for store in stores]
+    checks = [check_pack(store, found.id, index, number) for store in stores]
     copies = [
         PackCopy(store, bool(check.findings), f"in {store.url}: " if len(stores) > 1 else "")
         for store, check in zip(stores, checks, strict=True)
@@ -344,7 +383,7 @@ def _take(found: Inspection, copies: Sequence[PackCopy], findings: Sequence[Sequ
 
 
 @dataclass(slots=True)
-class _CopyCheck:
+class PackCheck:
     """A copy of a pack without its leaves. `read`: whether its header could be read; `readable`: whether its leaves are
     worth reading."""
 
@@ -353,9 +392,9 @@ class _CopyCheck:
     readable: bool = False
 
 
-def _check_copy(store: Store, id: CheckpointId, index: Index, number: int) -> _CopyCheck:
+def check_pack(store: Store, id: CheckpointId, index: Index, number: int) -> PackCheck:
     """Checks presence, length and header of one copy of a pack."""
-    pack, check = index.packs[number], _CopyCheck()
+    pack, check = index.packs[number], PackCheck()
     name = pack.object_name(id)
 
     def wrong(message: str, leaf: str | None, offset: int | None = None) -> None:
@@ -392,19 +431,24 @@ def _check_copy(store: Store, id: CheckpointId, index: Index, number: int) -> _C
     return check
 
 
-def scan(found: Inspection, *, on_bytes: Callable[[int], None], threads: int) -> None:
-    """Reads every byte of each copy of the packs that are worth reading, and adds the findings."""
+def scan(found: Inspection, *, on_bytes: Callable[[int], None], threads: int, part: PartRead | None = None) -> None:
+    """Reads every byte of each copy of the packs that are worth reading, and adds the findings. `part`: only what has
+    not been read yet, and as much as may be."""
+    before = part.cycle.bytes if part is not None else 0
     for index, packs in zip(found.indexes, found.packs, strict=True):
         stores = {id(copy.store): copy.store for copies in packs.values() for copy in copies}
         scanned: dict[tuple[int, str], list[Finding]] = {}
         for key, store in stores.items():
             numbers = {number for number, copies in packs.items() if any(copy.store is store for copy in copies)}
-            for finding in Scan(store, found.id, index, on_bytes=on_bytes).run(numbers, threads):
+            for finding in Scan(store, found.id, index, on_bytes=on_bytes).run(numbers, threads, part):
                 scanned.setdefault((key, finding.object or ""), []).append(finding)
-            found.bytes_read += sum(index.packs[one].length - index.packs[one].header_length for one in numbers)
+            if part is None:
+                found.bytes_read += sum(index.packs[one].length - index.packs[one].header_length for one in numbers)
         for number, copies in packs.items():
             name = index.packs[number].object_name(found.id)
             _take(found, copies, [scanned.get((id(copy.store), name), []) for copy in copies])
+    if part is not None:
+        found.bytes_read += part.cycle.bytes - before
 
 
 def _disagreements(header: Header, index: Index, number: int) -> Iterator[tuple[str | None, str]]:

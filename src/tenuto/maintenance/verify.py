@@ -9,8 +9,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from math import ceil
+from types import MappingProxyType
 
 from tenuto.engine.read.chunk_reader import long_reads, threads_for
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError
@@ -18,9 +22,11 @@ from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import SaveDirectory, census_of, take_census
 from tenuto.maintenance.findings import Finding, repository_findings
 from tenuto.maintenance.inspect import inspect, scan
+from tenuto.maintenance.reading import SAVED_EVERY_S, Pace, PartRead, ReadingState
+from tenuto.maintenance.replica_tidy import targets
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import Json
-from tenuto.repo.notes import add_note
+from tenuto.model.records import Json, Note
+from tenuto.repo.notes import add_note, ignore, notes, verification_of
 from tenuto.repo.replicated.places import reporting_to, unreachable
 from tenuto.repo.repository import Repo
 
@@ -38,6 +44,10 @@ class VerifyReport:
     seconds: float = 0.0
     unnoted: StoreError | None = None
     """Why a note could not be put; what came after it was read, and has none."""
+    partly: tuple[CheckpointId, ...] = ()
+    """Of those that were checked, what was read in part: the rest is for the next verification."""
+    due: int = 0
+    """How many more were to be read and were not begun."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -107,19 +117,108 @@ def plan_verify(
     return VerifyPlan(repo.url, tuple(ids), every_byte, everything, nbytes if every_byte else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a verification in parts proceeds.
+
+    pace: how much it reads. state: what was read before, and is read by it.
+    ordered: begins with what is under way, then what was verified longest ago, instead of in the plan's order.
+    since: leaves out what was verified since then, in seconds since 1970.
+    of: the key in the state's `passes`; None for one that is not to be continued as such.
+    """
+
+    pace: Pace
+    state: ReadingState
+    ordered: bool = True
+    since: float | None = None
+    of: str | None = None
+
+    def choose(self, repo: Repo, ids: Sequence[CheckpointId]) -> list[CheckpointId]:
+        """Returns the checkpoints to read, in their order."""
+        if not self.ordered and self.since is None:
+            return list(ids)
+        found = []
+        for id in ids:
+            noted = _notes_of(repo, id)
+            try:
+                manifest = repo.manifest(id)
+            except (CheckpointNotFound, CorruptionError):
+                manifest = None
+            when = self.state.last_read(id, manifest, noted)
+            if self.since is None or when < self.since:
+                found.append((str(id) not in self.state.under_way, when, id))
+        return [id for _, _, id in (sorted(found) if self.ordered else found)]
+
+
+def plan_parts(
+    repo: Repo,
+    plan: VerifyPlan,
+    *,
+    amount: float | int | None = None,
+    rate: int | None = None,
+    seconds: float | None = None,
+    resume: bool = False,
+) -> Parts:
+    """Returns how to read `amount` of a plan: a share of all (a float), bytes (an int), or all of it (None).
+
+    rate: bytes per second at most. seconds: how long. resume: continues the verification of the same run, or of
+    everything, that was cut off; without it one begins.
+    """
+    state = ReadingState.load(repo.id)
+    nbytes = ceil(amount * stored_bytes(repo, plan)) if isinstance(amount, float) else amount
+    pace = Pace(nbytes, seconds=seconds, rate=rate)
+    if amount is not None or seconds is not None:
+        return Parts(pace, state)
+    of = "" if plan.everything else "/".join(sorted({id.run for id in plan.ids}))
+    if resume and of in state.passes:
+        return Parts(pace, state, ordered=False, since=state.passes[of], of=of)
+    for id in plan.ids:
+        state.under_way.pop(str(id), None)
+    state.passes[of] = time.time()
+    return Parts(pace, state, ordered=False, of=of)
+
+
+def stored_bytes(repo: Repo, plan: VerifyPlan) -> int:
+    """Returns the bytes of all data files of the plan's checkpoints, in every place that has to have them."""
+    places, nbytes = len(targets(repo)), 0
+    for id in plan.ids:
+        try:
+            nbytes += repo.manifest(id).stored_bytes * places
+        except (CorruptionError, CheckpointNotFound):
+            continue
+    return nbytes
+
+
 def execute(
-    repo: Repo, plan: VerifyPlan, *, emitter: Emitter | None = None, threads: int | None = None, note: bool = False
+    repo: Repo,
+    plan: VerifyPlan,
+    *,
+    emitter: Emitter | None = None,
+    threads: int | None = None,
+    note: bool = False,
+    parts: Parts | None = None,
 ) -> VerifyReport:
     """Verifies. `threads`: ranges read at once. With `note`, each checkpoint of which every byte was read gets a note:
     "verified", or "suspect" if it cannot be restored bit for bit. If the store refuses a note, the report says so, no
-    more notes are tried, and reading continues.
+    more notes are tried, and reading continues. `parts`: reads a part of it, from where earlier ones have ended.
 
     Reports damage and does not raise it. Raises FormatTooNew, and the error of a store that cannot be listed.
     """
     problems: list[str] = []
     with reporting_to(repo.store, problems.append):
         default = threads_for(repo).read if long_reads(repo) else max(2, min(8, (os.cpu_count() or 1) + 1))
-        report = _executed(repo, plan, emitter or Emitter(), threads or default, note)
+        if parts is None:
+            report = _executed(repo, plan, emitter or Emitter(), threads or default, note)
+        else:
+            try:
+                report = _executed_in_parts(
+                    repo, plan, parts, emitter or Emitter(), threads=threads or default, note=note
+                )
+            except BaseException:
+                parts.state.save()
+                raise
+            if parts.ordered or parts.state.path_of(repo.id).exists():
+                parts.state.save()
     # What was read from another place since it was damaged in the first, and which mirrors were not looked at at all.
     more = [Finding(None, "error", message, harms_restore=False) for message in dict.fromkeys(problems)]
     mirrors = [place for place in unreachable(repo.store) if not place.node]
@@ -134,20 +233,85 @@ def _executed(repo: Repo, plan: VerifyPlan, emitter: Emitter, threads: int, note
     nbytes = count = 0
     unnoted: StoreError | None = None
     for id in plan.ids:
-        found, read, number = _verify_one(repo, id, plan, progress, threads)
+        found, read, number = _verify_one(repo, id, plan, progress, threads=threads)
         findings.extend(found)
         nbytes, count = nbytes + read, count + number
         if note and plan.every_byte and unnoted is None:
             unnoted = _note(repo, id, found)
     if plan.everything:
-        census = take_census(repo)
-        findings.extend(repository_findings(repo, census, frozenset(plan.ids)))
-        for removed in (save for save in census.saves.values() if save.state == "removed" and not save.freed):
-            found, read, number = _verify_removed(repo, removed, plan, progress, threads)
-            findings.extend(found)
-            nbytes, count = nbytes + read, count + number
+        found, read, number = _everything_else(repo, plan, progress, threads, every_byte=plan.every_byte)
+        findings, nbytes, count = [*findings, *found], nbytes + read, count + number
     seconds = time.perf_counter() - began
     return VerifyReport(tuple(findings), plan.ids, nbytes, count, plan.every_byte, seconds, unnoted)
+
+
+def _executed_in_parts(
+    repo: Repo, plan: VerifyPlan, parts: Parts, emitter: Emitter, *, threads: int, note: bool
+) -> VerifyReport:
+    began, state = time.perf_counter(), parts.state
+    progress = _Progress(repo.url, plan.bytes, emitter)
+    findings: list[Finding] = []
+    checked: list[CheckpointId] = []
+    partly: list[CheckpointId] = []
+    nbytes = count = 0
+    unnoted: StoreError | None = None
+    if plan.everything:
+        state.keep_only({str(id) for id in plan.ids})
+    chosen = parts.choose(repo, plan.ids)
+    for id in chosen:
+        if parts.pace.over:
+            break
+        noted = _notes_of(repo, id)
+        try:
+            save_id = repo.manifest(id).save_id
+        except (CheckpointNotFound, CorruptionError):
+            save_id = ""
+        part = PartRead(parts.pace, state.cycle(id, save_id, noted), partial(state.save, at_most_every=SAVED_EVERY_S))
+        found, read, number = _verify_one(repo, id, plan, progress, threads=threads, part=part)
+        findings.extend(found)
+        checked.append(id)
+        nbytes, count = nbytes + read, count + number
+        harmed = any(finding.severity == "error" and finding.harms_restore for finding in found)
+        if not part.complete and not harmed:
+            partly.append(id)
+            continue
+        if not harmed and state.outdated(id, _notes_of(repo, id)):
+            partly.append(id)  # somebody has found damage meanwhile, perhaps in what was read before
+            continue
+        state.end(id)
+        if note and unnoted is None and not (harmed and verification_of(noted) == "suspect"):
+            begun = datetime.fromtimestamp(part.cycle.begun, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+            unnoted = _note(repo, id, found, {"begun": begun, "bytes": part.cycle.bytes})
+    due = len(chosen) - len(checked)
+    if parts.of is not None and not due and not partly:
+        state.passes.pop(parts.of, None)
+    if plan.everything:
+        found, read, number = _everything_else(repo, plan, progress, threads, every_byte=not (due or partly))
+        findings, nbytes, count = [*findings, *found], nbytes + read, count + number
+    seconds = time.perf_counter() - began
+    return VerifyReport(
+        tuple(findings), tuple(checked), nbytes, count, plan.every_byte, seconds, unnoted, tuple(partly), due
+    )
+
+
+def _everything_else(
+    repo: Repo, plan: VerifyPlan, progress: _Progress, threads: int, *, every_byte: bool
+) -> tuple[list[Finding], int, int]:
+    """Checks what lies in the store beside the checkpoints. Returns findings, bytes read and objects read."""
+    census, nbytes, count = take_census(repo), 0, 0
+    findings = list(repository_findings(repo, census, frozenset(plan.ids)))
+    for removed in (save for save in census.saves.values() if save.state == "removed" and not save.freed):
+        found, read, number = _verify_removed(repo, removed, progress, threads, every_byte=every_byte)
+        findings.extend(found)
+        nbytes, count = nbytes + read, count + number
+    return findings, nbytes, count
+
+
+def _notes_of(repo: Repo, id: CheckpointId) -> list[Note]:
+    try:
+        return notes(repo, id, report=ignore)
+    except StoreError:
+        return []  # inspecting the checkpoint reports it
 
 
 def assert_whole(repo: Repo) -> VerifyReport:
@@ -179,12 +343,12 @@ class _Progress:
 
 
 def _verify_one(
-    repo: Repo, id: CheckpointId, plan: VerifyPlan, progress: _Progress, threads: int
+    repo: Repo, id: CheckpointId, plan: VerifyPlan, progress: _Progress, *, threads: int, part: PartRead | None = None
 ) -> tuple[list[Finding], int, int]:
     """Returns findings, bytes read and objects read of a checkpoint. One that was removed meanwhile is not damaged."""
     found = inspect(repo, id)
     if plan.every_byte:
-        scan(found, on_bytes=progress.advance, threads=threads)
+        scan(found, on_bytes=progress.advance, threads=threads, part=part)
     if found.findings and not repo.exists(id):
         removed = Finding(id, "info", "was removed while it was verified")
         return [removed], found.bytes_read, found.objects
@@ -192,28 +356,32 @@ def _verify_one(
 
 
 def _verify_removed(
-    repo: Repo, save: SaveDirectory, plan: VerifyPlan, progress: _Progress, threads: int
+    repo: Repo, save: SaveDirectory, progress: _Progress, threads: int, *, every_byte: bool
 ) -> tuple[list[Finding], int, int]:
     """Checks whether `undelete` would bring back an intact checkpoint. If not, no checkpoint is harmed."""
     if save.manifest is None:
         return [], 0, 0
     found = inspect(repo, save.id, save.manifest)
-    if plan.every_byte:
+    if every_byte:
         scan(found, on_bytes=progress.advance, threads=threads)
     if found.findings and census_of(repo, save.id).state != "removed":
         return [], found.bytes_read, found.objects  # brought back or collected meanwhile
     return [replace(finding, harms_restore=False) for finding in found.findings], found.bytes_read, found.objects
 
 
-def _note(repo: Repo, id: CheckpointId, findings: Sequence[Finding]) -> StoreError | None:
+def _note(
+    repo: Repo, id: CheckpointId, findings: Sequence[Finding], how: Mapping[str, Json] = MappingProxyType({})
+) -> StoreError | None:
     """Adds the note. Returns the store's error, None if it succeeded."""
     harmful = [finding for finding in findings if finding.severity == "error" and finding.harms_restore]
     texts: list[Json] = [str(finding)[:1000] for finding in harmful[:20]]
     try:
         if harmful:
-            add_note(repo, id, "suspect", {"count": len(harmful), "findings": texts})
+            leaves: list[Json] = list(dict.fromkeys(finding.leaf for finding in harmful if finding.leaf is not None))
+            body = {"count": len(harmful), "findings": texts, "leaves": leaves[:8], "leaves_count": len(leaves)}
+            add_note(repo, id, "suspect", body)
         elif not any(finding.unseen for finding in findings):
-            add_note(repo, id, "verified", {"every_byte": True})
+            add_note(repo, id, "verified", {"every_byte": True, **how})
     except CheckpointNotFound:
         pass  # removed while it was verified: nothing is left to say of it
     except StoreError as error:

@@ -209,8 +209,11 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A fact about a checkpoint learned after its commit. kind: metric, text, verified, suspect, proven, signed."""
+    """A fact about a checkpoint learned after its commit. kind: metric, text, verified, suspect, proven, signed.
+    created: wall clock of the machine that added it, RFC 3339, UTC; for display, and for what was verified longest ago.
+    """
 
     number: int
     kind: str
     body: Mapping[str, Json]
+    created: str = field(default="", compare=False)

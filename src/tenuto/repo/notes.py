@@ -24,7 +24,8 @@ def add_note(repo: Repo, id: CheckpointId, kind: str, body: Mapping[str, Json]) 
         raise UsageError(f"{kind!r} is not a kind of note; there are {', '.join(sorted(KINDS))}", subject=kind)
     if not repo.exists(id):
         raise CheckpointNotFound(f"no checkpoint {id} at {repo.url} to add a note to", subject=str(id))
-    content: dict[str, Json] = {"body": dict(body), "created": now_text(), "note": kind}
+    created = now_text()
+    content: dict[str, Json] = {"body": dict(body), "created": created, "note": kind}
     directory = object_names.notes_directory(id)
     number = append(repo, directory, "note", content)
     if not repo.exists(id):  # removed meanwhile, and whoever removed it may have passed here already
@@ -32,7 +33,7 @@ def add_note(repo: Repo, id: CheckpointId, kind: str, body: Mapping[str, Json]) 
         raise CheckpointNotFound(f"checkpoint {id} was removed while a note was added to it", subject=str(id))
     if repo.observer is not None:
         repo.observer.noted(id)
-    return Note(number, kind, dict(body))
+    return Note(number, kind, dict(body), created)
 
 
 def notes(repo: Repo, id: CheckpointId, *, report: Callable[[str], None] | None = None) -> list[Note]:
@@ -49,7 +50,9 @@ def notes(repo: Repo, id: CheckpointId, *, report: Callable[[str], None] | None 
             if objects.is_copy(name, data, repo.id):
                 continue
             fields = objects.decode("note", name, data, repo.id)
-            found.append(Note(number, fields.text("note"), fields.mapping("body")))
+            created = fields.values.get("created")
+            kind, body = fields.text("note"), fields.mapping("body")
+            found.append(Note(number, kind, body, created if isinstance(created, str) else ""))
         except ObjectNotFound:
             continue  # the checkpoint is being removed
         except CorruptionError as error:
@@ -101,6 +104,11 @@ def texts_of(noted: Iterable[Note]) -> tuple[str, ...]:
 def verification_of(noted: Sequence[Note]) -> str:
     kinds = [note.kind for note in noted if note.kind in ("verified", "proven", "suspect")]
     return "" if not kinds else "suspect" if kinds[-1] == "suspect" else "verified"
+
+
+def last_of(noted: Sequence[Note], kind: str) -> Note | None:
+    """Returns the last note of this kind; None if there is none."""
+    return next((note for note in reversed(noted) if note.kind == kind), None)
 
 
 def ignore(message: str) -> None:

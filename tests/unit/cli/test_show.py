@@ -167,6 +167,19 @@ def test_show_of_one_that_verify_found_damaged_says_what_a_resume_does(cli, plac
     assert "damage   `tenuto verify` found some; a resume passes over this checkpoint" in out
 
 
+def test_show_says_when_it_was_found_whole(cli, place):
+    assert cli("verify", place, "--read", "100%", "--note")[0] == 0
+    out = cli("show", place, "--run", "gpt")[1]
+    (row,) = [line for line in out.splitlines() if line.startswith("  verified ")]
+    assert " ago)" in row and row.endswith(" read")
+    (note,) = [
+        note
+        for note in json.loads(cli("show", place, "--run", "gpt", "--json")[1])["notes"]
+        if note["kind"] == "verified"
+    ]
+    assert note["created"] >= note["begun"] and note["bytes"] > 0
+
+
 def test_show_of_a_damaged_one_says_so(cli, place):
     flip(place / "runs/gpt/a0002/step-00000007/rank-00000.index", 300)
     status, _, err = cli("show", place, "--run", "gpt")

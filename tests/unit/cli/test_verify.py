@@ -46,7 +46,10 @@ DAMAGED  gpt/a0002/7 model/layers.0.bias: 2048 bytes are not what was saved
 1 of 6 checkpoints DAMAGED; 1 error (1.17 MiB read in 1 ms)
 """
     )
-    assert err.splitlines()[-1] == "hint: gpt/a0002/5 is whole; restoring passes over damaged ones by itself"
+    assert err.splitlines()[-1] == (
+        "hint: tenuto repair /ckpts --dry-run shows what can be repaired; "
+        "restoring passes over damaged ones, as far as gpt/a0002/5"
+    )
 
 
 def test_verify_structure_reads_no_leaf(cli, place):
@@ -89,7 +92,7 @@ def test_a_note_that_cannot_be_put_hides_no_damage(cli, place, no_room_for_notes
     assert out.splitlines()[0] == "DAMAGED  gpt/a0001/2 model/layers.0.bias: 2048 bytes are not what was saved"
     assert "1 of 6 checkpoints DAMAGED" in out
     assert "warning: the result is not noted with every checkpoint: there is no room" in err.splitlines()
-    assert err.splitlines()[-1].startswith("hint: gpt/a0002/7 is whole")
+    assert err.splitlines()[-1].startswith("hint: tenuto repair ")
     assert len(no_room_for_notes) == 1, "no more are tried"
     status, out, _ = cli("verify", place, "--run", "gpt", "--note", "--json")
     found = json.loads(out)

@@ -190,10 +190,21 @@ def _packs_by_place(repo: Repo, manifest: Manifest, loaded: Contents) -> dict[st
 
 
 def _damage(notes: Sequence[Note]) -> Iterator[tuple[str, str]]:
-    from tenuto.repo.notes import verification_of
+    """Yields what is known of damage, and when the checkpoint was last found whole."""
+    from tenuto.cli.views.ages import since
+    from tenuto.repo.notes import last_of, verification_of
+    from tenuto.units import size
 
     if verification_of(notes) == "suspect":
         yield "damage", "`tenuto verify` found some; a resume passes over this checkpoint while its bytes are wrong"
+        lost = (last := last_of(notes, "suspect")) and last.body.get("leaves")
+        if isinstance(lost, list) and lost:
+            yield "damaged", ", ".join(map(str, lost))
+    verified = last_of(notes, "verified")
+    if verified is not None:
+        nbytes = verified.body.get("bytes")
+        much = f", {size(nbytes)} read" if isinstance(nbytes, int) else ""
+        yield "verified", f"{since(verified.created)}{much}"
 
 
 def _restorable(notes: Sequence[Note]) -> Iterator[tuple[str, str]]:
@@ -278,7 +289,7 @@ def _short(value: Any) -> str:
 
 def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> dict[str, Any]:
     from tenuto.cli.views.ages import age_s
-    from tenuto.cli.views.run_listing import pins_among, pins_json, refs_of, tags_among
+    from tenuto.cli.views.run_listing import notes_json, pins_among, pins_json, refs_of, tags_among
     from tenuto.cli.views.shards import parts_json
     from tenuto.cli.views.state_tree import lines, values
     from tenuto.repo.lineage import latest
@@ -304,7 +315,7 @@ def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, .
         "progress": manifest.progress,
         "metrics": metrics,
         "unlogged": _unlogged(manifest, metrics),
-        "notes": [{"kind": note.kind, **note.body} for note in notes],
+        "notes": notes_json(notes),
         "health": None if manifest.health is None else manifest.health.to_json(),
         "environment": manifest.environment,
         "certificate": manifest.certificate,

@@ -15,7 +15,7 @@ from tenuto.errors import UsageError, typed
 
 if TYPE_CHECKING:
     from tenuto.maintenance.findings import Finding
-    from tenuto.maintenance.verify import VerifyPlan, VerifyReport
+    from tenuto.maintenance.verify import Parts, VerifyPlan, VerifyReport
     from tenuto.model.ids import CheckpointId
     from tenuto.repo.repository import Repo
 
@@ -25,6 +25,7 @@ EXAMPLES = examples(
     "tenuto verify /data/checkpoints --run gpt --step latest",
     "tenuto verify /data/checkpoints --structure        # fast: sizes and headers only",
     "tenuto verify /data/checkpoints --note             # let retention know what is whole",
+    "tenuto verify /data/checkpoints --read 5% --note   # what was longest not read",
 )
 DAMAGED = 12
 
@@ -45,6 +46,9 @@ def verify(
     note: Annotated[
         bool, typer.Option("--note", help="Note the result with each checkpoint; needs permission to write.")
     ] = False,
+    read: options.Read = "all",
+    limit: options.Limit = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a verification that was interrupted.")] = False,
     signed_by: Annotated[
         list[str] | None,
         typer.Option("--signed-by", metavar="FILE", help="Also that one of these public keys has signed it."),
@@ -58,23 +62,36 @@ def verify(
     leaves with status 12.
     """
     from tenuto.events import Emitter
-    from tenuto.maintenance.verify import execute, plan_verify
+    from tenuto.maintenance.reading import parse_amount
+    from tenuto.maintenance.verify import execute, plan_parts, plan_verify
+    from tenuto.model.sizes import parse_rate
     from tenuto.telemetry.progress import ProgressBar
 
     if note and structure:
         raise UsageError("--note needs every byte read", subject="--note", hint="leave --structure out")
     trusted = _public_keys(signed_by, structure)
+    amount, rate = parse_amount(read), None if limit is None else parse_rate(limit, "limit")
+    if structure and (amount is not None or rate is not None or resume):
+        raise UsageError(
+            "--structure reads no data files", subject="--structure", hint="leave --read, --limit and --resume out"
+        )
+    if amount is not None and (resume or trusted):
+        other = "--resume" if resume else "--signed-by"
+        raise UsageError(f"{other} needs every byte read", subject=other, hint="leave --read out")
     repo = repository(where)
     plan = plan_verify(repo, _ids(repo, run, step), every_byte=not structure, listed=step is None)
-    output.story(_plan_words(plan))
+    # Of a single checkpoint nothing is kept for later, unless a part of it is asked for.
+    in_parts = not structure and (step is None or amount is not None or rate is not None or resume)
+    parts = plan_parts(repo, plan, amount=amount, rate=rate, resume=resume) if in_parts else None
+    output.story(_plan_words(plan, parts, read))
     bar = ProgressBar()
     try:
-        report = execute(repo, plan, emitter=Emitter.of([bar]), note=note)
+        report = execute(repo, plan, emitter=Emitter.of([bar]), note=note, parts=parts)
     finally:
         bar.close()
     report = replace(report, findings=(*report.findings, *_unsigned(repo, report, trusted)))
     if json:
-        output.document("verify", _json(repo, report))
+        output.document("verify", report_json(repo, report))
     else:
         _print(report)
         if trusted and report.ok and report.checked:
@@ -120,21 +137,35 @@ def _ids(repo: Repo, run: str | None, step: str | None) -> list[CheckpointId] | 
     )
 
 
-def _plan_words(plan: VerifyPlan) -> str:
+def _plan_words(plan: VerifyPlan, parts: Parts | None, read: str) -> str:
     from tenuto.units import count, size
 
     how = f"every byte of {size(plan.bytes)}" if plan.every_byte else "structure only"
+    if parts is not None and parts.ordered:
+        how = f"{read} of {size(plan.bytes)}, what was longest not read"
+    elif parts is not None and parts.since is not None:
+        how += ", but for what an interrupted verification has read"
     more = ", and everything else there" if plan.everything else ""
     return f"verifying {count(len(plan.ids), 'checkpoint')} at {plan.where}: {how}{more}"
+
+
+def print_findings(report: VerifyReport) -> None:
+    for finding in report.findings:
+        output.line(_words(finding), cleaned=True)
 
 
 def _print(report: VerifyReport) -> None:
     from tenuto.units import count, seconds, size
 
-    for finding in report.findings:
-        output.line(_words(finding), cleaned=True)
+    print_findings(report)
     many = count(len(report.checked), "checkpoint")
     read = f"{size(report.bytes_read)} read in {seconds(report.seconds)}"
+    if report.ok and (report.partly or report.due):
+        ended = len(report.checked) - len(report.partly)
+        parts = f"{ended} to the end" + (f", {len(report.partly)} in part" if report.partly else "")
+        left = f", {report.due:,} not begun" if report.due else ""
+        output.line(f"{many}: what was read is whole ({read}): {parts}{left}")
+        return
     if report.ok and report.unseen:
         unseen = count(report.unseen, "data file")
         output.line(f"{many}: whole as far as found from here; {unseen} not looked at, on other nodes ({read})")
@@ -170,13 +201,11 @@ def _hint(repo: Repo, report: VerifyReport) -> None:
         return
     checked = set(report.checked)
     whole = [id for id in sorted(checked - set(damaged), reverse=True) if id.run == damaged[-1].run]
-    if whole:
-        output.story(f"hint: {whole[0]} is whole; restoring passes over damaged ones by itself")
-    else:
-        output.story(f"hint: {typed('tenuto', 'ls', repo.url)} shows what else there is")
+    passes = f"; restoring passes over damaged ones, as far as {whole[0]}" if whole else ""
+    output.story(f"hint: {typed('tenuto', 'repair', repo.url, '--dry-run')} shows what can be repaired{passes}")
 
 
-def _json(repo: Repo, report: VerifyReport) -> dict[str, Any]:
+def report_json(repo: Repo, report: VerifyReport) -> dict[str, Any]:
     return {
         "where": repo.url,
         "ok": report.ok,
@@ -186,6 +215,8 @@ def _json(repo: Repo, report: VerifyReport) -> dict[str, Any]:
         "checked": list(report.checked),
         "damaged": list(report.damaged()),
         "unseen": report.unseen,
+        "in_part": list(report.partly),
+        "not_begun": report.due,
         "not_noted": None if report.unnoted is None else report.unnoted.message,
         "findings": [
             {

@@ -45,7 +45,7 @@ EXIT_CODES: Final[dict[int, str]] = {
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "look": ("ls", "log", "show", "status", "du", "config"),
     "compare": ("diff", "compare", "bisect"),
-    "prove": ("verify", "drill", "certify"),
+    "prove": ("verify", "scrub", "repair", "drill", "certify"),
     "keep": ("tag", "pin", "note", "keep", "rm", "undelete", "gc"),
     "lines": ("rollback", "fork", "cp", "mv"),
     "copies": ("replicate", "promote"),

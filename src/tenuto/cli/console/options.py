@@ -50,6 +50,13 @@ Checkpoints = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and do nothing.")]
+Read = Annotated[
+    str,
+    typer.Option("--read", metavar="AMOUNT", help="A part, such as 5% or 20GiB: what was longest not read."),
+]
+Limit = Annotated[
+    str | None, typer.Option("--limit", metavar="RATE", help="Read no faster than this, such as 100MB/s.")
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed without a terminal.")]
 
 

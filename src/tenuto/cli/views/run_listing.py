@@ -129,7 +129,7 @@ class RunRow:
             "age_s": None if seconds is None else round(seconds, 3),
             "best": list(best),
             "metrics": dict(self.metrics),
-            "notes": [{"kind": note.kind, **note.body} for note in self.notes],
+            "notes": notes_json(self.notes),
             "tags": list(self.tags),
             "pins": pins_json(self.pins),
             "message": self.message or None,
@@ -419,6 +419,11 @@ def _cut(repo: Repo, save: SaveDirectory) -> str:
     if places_of(repo.store) is not None or not save.cut():  # data files may lie in places that this listing lacks
         return ""
     return census_of(repo, save.id).cut()
+
+
+def notes_json(notes: Sequence[Note]) -> list[dict[str, Any]]:
+    """Returns notes as JSON documents have them; `created` tells when a checkpoint was verified, or proven."""
+    return [{"created": note.created or None, **note.body, "kind": note.kind} for note in notes]
 
 
 def refs_of(repo: Repo) -> dict[CheckpointId, tuple[Ref, ...]]:

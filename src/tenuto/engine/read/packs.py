@@ -76,7 +76,12 @@ def missing(repo: Repo, name: str) -> CorruptionError:
 def damaged(repo: Repo, path: str, pack: str, nbytes: int, offset: int) -> CorruptionError:
     """Returns the error for a damaged chunk of leaf `path` (I5): `nbytes` of `pack` from `offset` on."""
     what = f"{nbytes} bytes from offset {offset}"
-    return _refused(repo, path, f"{path} is damaged: {pack}, {what}, are not what was saved", pack)
+    error = _refused(repo, path, f"{path} is damaged: {pack}, {what}, are not what was saved", pack)
+    error.hint = (
+        f"{error.hint} names all that is; {typed('tenuto', 'repair', repo.url)} puts back what it can; "
+        "tenuto.load(…, exclude=…) restores the rest"
+    )
+    return error
 
 
 def from_any_copy(repo: Repo, read: Callable[[], Result]) -> Result:

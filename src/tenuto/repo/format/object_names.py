@@ -7,7 +7,7 @@ from typing import Final
 
 from tenuto.errors import CorruptionError, UsageError
 from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
-from tenuto.store.contract import final_name
+from tenuto.store.contract import PARTIAL, final_name
 
 REPOSITORY: Final = "tenuto.json"
 REPOSITORY_COPY: Final = "tenuto.copy.json"
@@ -26,6 +26,8 @@ BOXES: Final = "boxes.index"
 NOTES: Final = "notes"
 PROOFS: Final = "certified"
 KEYS: Final = "keys"
+STAGED: Final = f"{PARTIAL}repair-"
+"""Marks what a repair has put beside a damaged object: all of its bytes, until they have their own name."""
 """The key rings of a sealed repository, `keys/<n>.json`: the highest number counts."""
 
 _PACKS: Final = (".safetensors", ".pack")
@@ -169,6 +171,11 @@ def is_pack(name: str) -> bool:
 def is_home_pack(name: str) -> bool:
     """Returns whether `name` is that of a pack with what ranks on several nodes need, which the home has too."""
     return _HOME_PACK.fullmatch(name.rpartition("/")[2]) is not None and _in_step(name)
+
+
+def is_staged(name: str) -> bool:
+    """Returns whether a leftover is what a repair has staged: the last whole copy, where the object itself is gone."""
+    return STAGED in name.rpartition("/")[2]
 
 
 def is_index(name: str) -> bool:

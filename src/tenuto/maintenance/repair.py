@@ -1,0 +1,301 @@
+"""Repair: puts what was saved back in place of what is damaged, from wherever its bytes still lie.
+
+An object is never without its bytes: what repairs it is put beside it first, every byte verified, and the damaged one
+goes only then. A repair that is cut off there is completed by the next one, which finds those bytes (`Sources.twins`).
+A manifest lies in the trash meanwhile, so that nobody takes its checkpoint for a save that never ended. A checkpoint
+that is removed while it is repaired stays removed.
+
+What nothing can repair is noted as damaged, with the leaves that are lost.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from tenuto.crashpoints import crashpoint
+from tenuto.engine.read.opened import open_checkpoint
+from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, TenutoError
+from tenuto.events import Emitter, Progress
+from tenuto.maintenance.census import census_of
+from tenuto.maintenance.marks import store_now
+from tenuto.maintenance.repair_plan import Mending, RepairPlan
+from tenuto.maintenance.repair_sources import Sources
+from tenuto.maintenance.verify import VerifyReport, plan_verify
+from tenuto.maintenance.verify import execute as execute_verify
+from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import Box
+from tenuto.repo.format import object_names
+from tenuto.repo.format.manifest import MAX_MANIFEST
+from tenuto.repo.format.object_names import STAGED
+from tenuto.repo.notes import ignore, notes, verification_of
+from tenuto.repo.replicated.places import reporting_to
+from tenuto.repo.replicated.replica import exists
+from tenuto.repo.repository import Repo
+from tenuto.repo.tombstones import is_tombstoned
+from tenuto.store.contract import Bytes, Content, Store, time_of
+
+LEAVES_NAMED: Final = 8
+"""Lost leaves that a report names; of more it has the number."""
+_PIECE: Final = 8 << 20
+_BUSY_NS: Final = 3600 * 10**9
+"""How old what a repair has left beside an object has to be for nobody to be at it."""
+_LOOKED_AT: Final = 20
+"""Older checkpoints that are looked at for one that has the lost leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A checkpoint that could not be repaired whole, and is noted as damaged.
+
+    lost: the first leaves that are lost, of `count`. instead: the newest older checkpoint that has all of `lost` whole,
+    every byte of them read; None if there is none among those that were looked at.
+    """
+
+    id: CheckpointId
+    lost: tuple[str, ...]
+    count: int
+    instead: CheckpointId | None
+
+
+@dataclass(frozen=True, slots=True)
+class RepairReport:
+    """What a repair has come to.
+
+    repaired: objects that are whole again, in their place. gone: those of checkpoints that were removed meanwhile.
+    failed: objects that a store did not take, each with the error. quarantined: checkpoints that are not whole.
+    verification: of every byte of each checkpoint that was touched, after the repair; None if nothing was damaged.
+    """
+
+    plan: RepairPlan
+    repaired: tuple[Mending, ...] = ()
+    gone: tuple[Mending, ...] = ()
+    failed: tuple[tuple[Mending, TenutoError], ...] = ()
+    quarantined: tuple[Quarantined, ...] = ()
+    verification: VerifyReport | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes that were put."""
+        return sum(one.size for one in self.repaired)
+
+    @property
+    def ok(self) -> bool:
+        """Returns whether everything that was looked at is whole now."""
+        verified = self.verification is None or self.verification.ok
+        return verified and not self.failed and not self.quarantined and not self.plan.hopeless
+
+
+def execute(
+    sources: Sources, plan: RepairPlan, *, emitter: Emitter | None = None, threads: int | None = None
+) -> RepairReport:
+    """Repairs what the plan has sources for, verifies every byte of the checkpoints concerned, and notes the result.
+    What goes wrong with one object is reported and keeps nothing from the others."""
+    emit, repo = emitter or Emitter(), sources.repo
+    repaired: list[Mending] = []
+    gone: list[Mending] = []
+    failed: list[tuple[Mending, TenutoError]] = []
+    total, done = sum(one.size for one in plan.repairs), 0
+    with reporting_to(repo.store, lambda message: None):  # the plan has said it
+        for one in plan.repairs:
+            try:
+                (repaired if _mend(repo, one) else gone).append(one)
+            except (CorruptionError, StoreError) as error:
+                if one.id is not None and not _is_wanted(repo, one.id):
+                    gone.append(one)
+                else:
+                    failed.append((one, error))
+            done += one.size
+            if emit.listened:
+                emit.emit(Progress("repair", repo.url, done, total))
+        _tidy(repo, plan)
+    touched = [id for id in plan.checked if _concerns(repo, plan, id)]
+    if not touched:
+        return RepairReport(plan, tuple(repaired), tuple(gone), tuple(failed))
+    verified = execute_verify(repo, plan_verify(repo, touched, listed=True), emitter=emit, threads=threads, note=True)
+    quarantined = tuple(_quarantined(repo, plan, verified, id) for id in verified.damaged())
+    return RepairReport(plan, tuple(repaired), tuple(gone), tuple(failed), quarantined, verified)
+
+
+def _concerns(repo: Repo, plan: RepairPlan, id: CheckpointId) -> bool:
+    """Returns whether a checkpoint, or one whose data files it uses, was damaged."""
+    if not repo.exists(id):
+        return False
+    try:
+        return not {id, *repo.manifest(id).bases}.isdisjoint(plan.touched)
+    except (CheckpointNotFound, CorruptionError):
+        return id in plan.touched
+
+
+def _tidy(repo: Repo, plan: RepairPlan) -> None:
+    """Removes what repairs that broke off have left beside objects that are whole, once no process can be at it."""
+    now_ns = store_now(repo) if plan.left else 0
+    for store, entry in plan.left:
+        modified_ns = time_of(store, entry)
+        if modified_ns is not None and now_ns - modified_ns > _BUSY_NS:
+            store.delete([entry.name])
+
+
+# --------------------------------------------------------------------------------------------------
+# One object.
+
+
+def _mend(repo: Repo, one: Mending) -> bool:
+    """Puts an object in its place again. Returns False where its checkpoint was removed meanwhile."""
+    store, token = one.store, f"repair-{secrets.token_hex(8)}"
+    assert store is not None
+    content: Content = Bytes(one.data) if one.data is not None else _Recipe(one)
+    if one.kind == "manifest":
+        assert one.id is not None and one.data is not None
+        return _mend_manifest(repo, store, one.id, one.data, token, missing=one.missing)
+    if _is_right(one):
+        return True
+    if one.missing:
+        _put(store, one, content, token)
+    else:
+        staged = f"{one.name}{STAGED}{secrets.token_hex(8)}"
+        try:
+            store.put_if_absent(staged, content, token=token)
+        except BaseException:
+            store.delete([staged])
+            raise
+        crashpoint("repaired object staged, damaged one still there")
+        if not _is_right(one):
+            store.delete([one.name])
+            crashpoint("damaged object removed, repaired one not yet in its place")
+            _put(store, one, _Stored(store, staged, content.length), token)
+            if not _is_right(one):
+                raise CorruptionError(
+                    f"{one.name} in {one.place} was put, and reads otherwise: {staged} beside it has what was saved",
+                    subject=one.name,
+                    object=one.name,
+                )
+        crashpoint("repaired object in its place, staged one still there")
+        store.delete([staged])
+    if one.id is None or _is_wanted(repo, one.id):
+        return True
+    store.delete([one.name])
+    return False
+
+
+def _put(store: Store, one: Mending, content: Content, token: str) -> None:
+    try:
+        store.put_if_absent(one.name, content, token=token)
+    except AlreadyExists:
+        if not _is_right(one):  # a third party has put something there
+            raise
+
+
+def _is_right(one: Mending) -> bool:
+    """Returns whether the object is in its place by now, as it has to be: another repair may have been faster."""
+    assert one.store is not None
+    if one.recipe is not None:
+        return one.recipe.is_whole()
+    assert one.data is not None
+    try:
+        return one.store.get(one.name, limit=len(one.data)) == one.data
+    except (CorruptionError, StoreError):
+        return False
+
+
+def _is_wanted(repo: Repo, id: CheckpointId) -> bool:
+    """Returns whether the checkpoint is there, or lies in the trash, whence it can come back."""
+    return repo.exists(id) or census_of(repo, id).state == "removed"
+
+
+def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, token: str, *, missing: bool) -> bool:
+    """Replaces a manifest. While its name is free its copy lies in the trash: a claim takes the checkpoint for removed
+    then, not for a save that never ended, and `tenuto undelete` brings it back if this process dies there."""
+    if store is not repo.store and store.url != repo.store.url:
+        store.delete([id.manifest])
+        store.put_if_absent(id.manifest, Bytes(data), token=token)
+        return True
+    if missing or not repo.exists(id):
+        return False
+    trash, begin = object_names.trash_directory(id), object_names.begin_name(id)
+    before, begun = {entry.name for entry in repo.store.walk(trash)}, exists(store, begin)
+    copy = f"{trash}/{secrets.token_hex(16)}.json"
+    repo.store.put_if_absent(copy, Bytes(data), token=token)
+    crashpoint("repaired manifest in the trash, damaged one still there")
+    store.delete([id.manifest])
+    crashpoint("damaged manifest removed, repaired one not yet in its place")
+    try:
+        store.put_if_absent(id.manifest, Bytes(data), token=token)
+    except AlreadyExists:
+        if store.get(id.manifest, limit=MAX_MANIFEST) != data:
+            raise
+    store.settle(id.manifest)
+    # A removal that has come between leaves a tombstone, its own copy in the trash, or nothing of the save.
+    removed = is_tombstoned(repo, id) or {entry.name for entry in repo.store.walk(trash)} - before - {copy}
+    if removed or (begun and not exists(store, begin)):
+        store.delete([id.manifest])
+    repo.store.delete([copy])
+    return repo.exists(id)
+
+
+class _Recipe:
+    """A pack that is being assembled, as content of a put."""
+
+    def __init__(self, one: Mending) -> None:
+        assert one.recipe is not None
+        self.length = one.recipe.length
+        self.pieces = one.recipe.pieces
+
+
+class _Stored:
+    """An object of a store, as content of a put; what is put is verified where it lies afterwards."""
+
+    def __init__(self, store: Store, name: str, length: int) -> None:
+        self._store, self._name, self.length = store, name, length
+
+    def pieces(self) -> Iterator[memoryview]:
+        with self._store.open(self._name) as reader:
+            data = np.empty(min(_PIECE, self.length), np.uint8)
+            for start in range(0, self.length, _PIECE):
+                piece = data[: min(_PIECE, self.length - start)]
+                reader.read_into(start, piece.data)
+                yield piece.data
+
+
+# --------------------------------------------------------------------------------------------------
+# What stays damaged.
+
+
+def _quarantined(repo: Repo, plan: RepairPlan, verified: VerifyReport, id: CheckpointId) -> Quarantined:
+    lost = [path for one in plan.mendings if one.id == id and one.harms for path in one.lost]
+    lost = list(dict.fromkeys(lost or [one.leaf for one in verified.of(id) if one.leaf is not None]))
+    return Quarantined(id, tuple(lost[:LEAVES_NAMED]), len(lost), older_with(repo, id, lost[:LEAVES_NAMED]))
+
+
+def older_with(repo: Repo, id: CheckpointId, paths: Sequence[str]) -> CheckpointId | None:
+    """Returns the newest older checkpoint of the run that has these leaves, every byte of them as it was saved; None if
+    there is none among the next ones. Reads these leaves and no others."""
+    older = (
+        CheckpointId(id.run, attempt, step)
+        for attempt in reversed(repo.attempts(id.run))
+        for step in repo.committed(id.run, attempt)
+        if (attempt, step) < (id.attempt, id.step)
+    )
+    for other in islice(older, _LOOKED_AT):
+        try:
+            if verification_of(notes(repo, other, report=ignore)) != "suspect" and _reads(repo, other, paths):
+                return other
+        except (TenutoError, ObjectNotFound):
+            continue
+    return None
+
+
+def _reads(repo: Repo, id: CheckpointId, paths: Sequence[str]) -> bool:
+    """Reads leaves. Raises what reading raises; returns whether all of them are there."""
+    with open_checkpoint(repo, id, rank=None, emitter=Emitter()) as opened:
+        if not all(path in opened for path in paths):
+            return False
+        for path in paths:
+            leaf = opened[path]
+            leaf.read_into(np.empty(leaf.nbytes, np.uint8), Box.whole(leaf.shape))
+    return True

@@ -1,0 +1,477 @@
+"""What is damaged in checkpoints, object by object and place by place, and what each of them can be rebuilt from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Literal
+
+from tenuto.codec.digest import digest
+from tenuto.engine.read.chunk_reader import long_reads, threads_for
+from tenuto.errors import CheckpointNotFound, CorruptionError, FormatTooNew, ObjectNotFound, StoreError, TenutoError
+from tenuto.events import Emitter, Progress
+from tenuto.maintenance.census import census_of
+from tenuto.maintenance.inspect import Scan, check_pack
+from tenuto.maintenance.repair_pack import PackRecipe
+from tenuto.maintenance.repair_sources import Sources
+from tenuto.model.ids import CheckpointId
+from tenuto.model.records import Index, IndexEntry, Manifest
+from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.index import MAX_INDEX, decode_table
+from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest
+from tenuto.repo.format.small_records import Begin, decode_attempt, decode_begin, encode_begin
+from tenuto.repo.identity import NAMES, decode, read_identity
+from tenuto.repo.refs import numbers
+from tenuto.repo.replicated.members import node_of
+from tenuto.repo.replicated.places import all_places, home_of, reporting_to, unreachable
+from tenuto.state.tree import leaf_paths
+from tenuto.store.contract import Entry, Store, is_leftover, is_unreadable
+
+Kind = Literal["manifest", "table", "pack", "begin", "attempt", "note", "repository"]
+NEEDED: Final[frozenset[Kind]] = frozenset({"manifest", "table", "pack"})
+"""What a checkpoint cannot be restored without."""
+REBUILT: Final = "what the other objects say"
+EVERYTHING: Final = "all of its leaves"
+"""What is lost with a manifest, or with the table that says where the parts of leaves lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mending:
+    """One damaged or missing object, in one place.
+
+    id: the checkpoint that it belongs to; None for objects of the repository.
+    wrong: the problem. missing: whether there is nothing at all. size: bytes of the whole object.
+    sources: what gives its bytes, with how many. lost: the leaves that nobody has all bytes of; `lost_bytes`: of the
+    chunks or tables that are lost. Where some are, the object stays as it is.
+    copies: whether another place has it whole, so that a restore does not need this one.
+    store: the place. data, recipe: the whole bytes of a small object; how to assemble a pack.
+    """
+
+    id: CheckpointId | None
+    kind: Kind
+    place: str
+    name: str
+    wrong: str
+    missing: bool
+    size: int
+    sources: tuple[tuple[str, int], ...]
+    lost: tuple[str, ...] = ()
+    lost_bytes: int = 0
+    copies: bool = False
+    store: Store | None = field(default=None, repr=False, compare=False)
+    data: bytes | None = field(default=None, repr=False, compare=False)
+    recipe: PackRecipe | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def repairable(self) -> bool:
+        return self.data is not None or (self.recipe is not None and self.recipe.complete)
+
+    @property
+    def harms(self) -> bool:
+        """Whether the checkpoint cannot be restored as long as this stays as it is."""
+        return self.kind in NEEDED and not self.copies and not self.repairable
+
+    def __str__(self) -> str:
+        what = f"{self.name} in {self.place} {self.wrong}"
+        if not self.repairable:
+            return f"{what}: nothing has these bytes"
+        return f"{what}: from {', '.join(f'{name} ({nbytes} bytes)' for name, nbytes in self.sources)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RepairPlan:
+    """What a repair would do. Every byte of every source in it has been read and verified.
+
+    checked: the checkpoints that were looked at. unreached: sources that could not be opened, in words. unseen: data
+    files that may lie on nodes that are not found from here, and were not looked at.
+    """
+
+    where: str
+    checked: tuple[CheckpointId, ...]
+    mendings: tuple[Mending, ...]
+    unreached: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    bytes_read: int = 0
+    left: tuple[tuple[Store, Entry], ...] = field(default=(), repr=False)
+    """What repairs that broke off have left beside objects that are whole."""
+
+    @property
+    def repairs(self) -> tuple[Mending, ...]:
+        return tuple(one for one in self.mendings if one.repairable)
+
+    @property
+    def hopeless(self) -> tuple[Mending, ...]:
+        return tuple(one for one in self.mendings if not one.repairable)
+
+    @property
+    def touched(self) -> tuple[CheckpointId, ...]:
+        """Returns the checkpoints of which something is damaged or missing."""
+        return tuple(dict.fromkeys(one.id for one in self.mendings if one.id is not None))
+
+    @property
+    def lost(self) -> tuple[CheckpointId, ...]:
+        """Returns the checkpoints that cannot be restored whole after the repair either."""
+        return tuple(dict.fromkeys(one.id for one in self.mendings if one.id is not None and one.harms))
+
+    def __str__(self) -> str:
+        head = f"repair of {len(self.checked)} checkpoints at {self.where}: {len(self.mendings)} objects"
+        return "\n".join([head, *(f"  {one}" for one in self.mendings)])
+
+
+def plan_repair(
+    sources: Sources,
+    ids: Sequence[CheckpointId] | None = None,
+    *,
+    emitter: Emitter | None = None,
+    threads: int | None = None,
+) -> RepairPlan:
+    """Reads every byte of the checkpoints (`ids` None: of all), of those whose data files they use, and of the sources
+    that what is damaged needs. Writes nothing.
+
+    Raises CheckpointNotFound for an id that does not exist, FormatTooNew, and the error of a store that fails.
+    """
+    repo = sources.repo
+    everything = ids is None
+    if ids is None:
+        runs = ((run, attempt) for run in repo.runs() for attempt in repo.attempts(run))
+        ids = [CheckpointId(run, attempt, step) for run, attempt in runs for step in repo.committed(run, attempt)]
+    default = threads_for(repo).read if long_reads(repo) else max(2, min(8, (os.cpu_count() or 1) + 1))
+    found = _Search(sources, emitter or Emitter(), threads or default)
+    waiting, checked = sorted(set(ids)), []
+    with reporting_to(repo.store, lambda message: None):  # the plan says what is damaged where
+        while waiting:
+            id = waiting.pop(0)
+            checked.append(id)
+            if not everything and id in ids and not repo.exists(id):
+                raise CheckpointNotFound(f"no checkpoint {id} at {repo.url}", subject=str(id))
+            bases = found.search(id)
+            waiting += [base for base in bases if base not in checked and base not in waiting]
+        if everything:
+            found.repository()
+    return RepairPlan(
+        repo.url,
+        tuple(sorted(checked)),
+        tuple(found.mendings),
+        tuple(sources.unreached),
+        tuple(found.unseen),
+        found.bytes_read,
+        tuple(found.left),
+    )
+
+
+class _Search:
+    def __init__(self, sources: Sources, emitter: Emitter, threads: int) -> None:
+        self.sources, self.repo = sources, sources.repo
+        self.home = home_of(self.repo.store)
+        self.places = sources.places()
+        self.mendings: list[Mending] = []
+        self.unseen: list[str] = []
+        self.bytes_read = 0
+        self.left: list[tuple[Store, Entry]] = []
+        self._staged: list[tuple[Store, Entry]] = []
+        self._there: list[set[str]] = []
+        """What each place has of the checkpoint that is being looked at."""
+        self._threads, self._emitter = threads, emitter
+        self._attempts: set[str] = set()
+        home, *others = all_places(self.repo.store)
+        self._followers = 1 + len(others)
+        mirrors = [store for store in others if not node_of(store)]
+        self._every: list[Store] = [home, *mirrors] if mirrors and len(mirrors) == len(others) else []
+        """The places that have to have every data file, if there are several."""
+
+    def search(self, id: CheckpointId) -> Sequence[CheckpointId]:
+        """Looks at one checkpoint. Returns the checkpoints whose data files it uses."""
+        self._staged = []
+        self._there = []
+        for store in self.places:
+            listed = list(store.walk(id.directory, leftovers=True))
+            self._staged += [(store, entry) for entry in listed if object_names.is_staged(entry.name)]
+            self._there.append({entry.name for entry in listed if not is_leftover(entry.name)})
+        manifest = self._manifest(id)
+        if manifest is None:
+            return ()
+        lost: tuple[str, ...] = (EVERYTHING,)
+        if manifest.boxes is not None:
+            self._table(id, manifest.boxes, lost)
+        for rank, entry in enumerate(manifest.indexes):
+            several = len(manifest.indexes) > 1
+            lost = (f"all that rank {rank} has written",) if several else tuple(leaf_paths(manifest.tree))
+            data = self._table(id, entry, lost)
+            if data is not None:
+                with suppress(CorruptionError):
+                    self._packs(id, decode_table(data, id=id, rank=rank, repository=self.repo.id).index(manifest.tree))
+        attempt = object_names.attempt_name(id.run, id.attempt)
+        if attempt not in self._attempts:
+            self._attempts.add(attempt)
+            self._small(None, "attempt", attempt, partial(_decodes, decode_attempt, id.run, id.attempt, self.repo.id))
+        name = object_names.begin_name(id)
+        self._small(id, "begin", name, partial(self._is_begin, manifest), rebuild=partial(self._begin, manifest))
+        directory = object_names.notes_directory(id)
+        for number in numbers(self.repo, directory):
+            name = object_names.numbered(directory, number)
+            self._small(id, "note", name, partial(_is_object, "note", name, self.repo.id))
+        return manifest.bases
+
+    def _table(self, id: CheckpointId, entry: IndexEntry, lost: tuple[str, ...]) -> bytes | None:
+        def right(data: bytes) -> bool:
+            return len(data) == entry.length and digest(data) == entry.digest
+
+        name = f"{id.directory}/{entry.name}"
+        return self._small(id, "table", name, right, limit=min(entry.length, MAX_INDEX), lost=lost)
+
+    def _is_begin(self, manifest: Manifest, data: bytes) -> bool:
+        return (
+            _decodes(decode_begin, manifest.id, self.repo.id, data)
+            and decode_begin(data, manifest.id, self.repo.id).save_id == manifest.save_id
+        )
+
+    def repository(self) -> None:
+        """Looks at the two objects that say what the repository is; each can be rebuilt from the other."""
+        identity = read_identity(self.repo.store)
+        if identity is None:
+            return
+        for name in NAMES:
+            made = identity[0].encode(name)
+            self._small(None, "repository", name, partial(self._is_identity, name), rebuild=partial(_same, made))
+
+    def _is_identity(self, name: str, data: bytes) -> bool:
+        try:
+            return decode(name, data).id == self.repo.id
+        except CorruptionError:
+            return False
+
+    # -- small objects -------------------------------------------------------------------------------------------------
+
+    def _manifest(self, id: CheckpointId) -> Manifest | None:
+        """Returns the manifest, from wherever it is whole; of a removed checkpoint whose data files others use, that in
+        the trash."""
+        if not self.repo.exists(id):
+            return census_of(self.repo, id).manifest
+        begun = None
+        with suppress(TenutoError):
+            begun = decode_begin(
+                self.repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id, self.repo.id
+            )
+
+        def own(data: bytes) -> bool:
+            try:
+                found = decode_manifest(data, id, self.repo.id)
+            except FormatTooNew:
+                raise
+            except TenutoError:
+                return False
+            return not isinstance(found, Aborted) and (begun is None or found.save_id == begun.save_id)
+
+        data = self._small(id, "manifest", id.manifest, own, limit=MAX_MANIFEST, lost=(EVERYTHING,))
+        found = None if data is None else decode_manifest(data, id, self.repo.id)
+        assert not isinstance(found, Aborted), "own has looked"
+        return found
+
+    def _small(
+        self,
+        id: CheckpointId | None,
+        kind: Kind,
+        name: str,
+        right: Callable[[bytes], bool],
+        *,
+        limit: int = objects.SMALL,
+        lost: tuple[str, ...] = (),
+        rebuild: Callable[[], bytes | None] = lambda: None,
+    ) -> bytes | None:
+        """Looks at an object in each place that has it; the home has to. Returns its bytes, from wherever they are
+        right; None if nobody has them."""
+        whole: tuple[str, bytes] | None = None
+        damaged: list[tuple[Store, str, int]] = []
+        for place, store in enumerate(self.places if kind != "repository" else [self.home]):
+            data, wrong = _read(store, name, limit)
+            if data is not None and right(data):
+                whole = whole or (store.url, data)
+                self._keep_staged(store, name)
+            elif wrong != "is missing" or store is self.home or self._has_to_have(place, kind, name):
+                damaged.append((store, wrong or "is not what was saved", len(data or b"")))
+        if not damaged:
+            return whole[1] if whole is not None else None
+        there = whole is not None
+        if whole is None:
+            whole = next(self._elsewhere(name, right, limit), None)
+        if whole is None and (made := rebuild()) is not None:
+            whole = REBUILT, made
+        for store, wrong, length in damaged:
+            nbytes = length if whole is None else len(whole[1])
+            self.mendings.append(
+                Mending(
+                    id=id,
+                    kind=kind,
+                    place=store.url,
+                    name=name,
+                    wrong=wrong,
+                    missing=wrong == "is missing",
+                    size=nbytes,
+                    sources=() if whole is None else ((whole[0], nbytes),),
+                    lost=lost if whole is None else (),
+                    lost_bytes=nbytes if whole is None else 0,
+                    copies=there,
+                    store=store,
+                    data=None if whole is None else whole[1],
+                )
+            )
+        return None if whole is None else whole[1]
+
+    def _has_to_have(self, place: int, kind: Kind, name: str) -> bool:
+        """Returns whether another place of the repository lacks an object that goes with what it has of the checkpoint.
+        A place that is filled in the background, and one that lacks data files, is for `tenuto replicate`."""
+        there = self._there[place]
+        if place >= self._followers or kind == "note" or not any(map(object_names.is_pack, there)):
+            return False
+        if any(self.places[place] is store for store in self._every):
+            return True
+        rank = name.removesuffix(".index")
+        return (
+            kind != "table"
+            or name.endswith(f"/{object_names.BOXES}")
+            or any(one.startswith(f"{rank}.") for one in there)
+        )
+
+    def _elsewhere(self, name: str, right: Callable[[bytes], bool], limit: int) -> Iterator[tuple[str, bytes]]:
+        """Yields whole copies of a small object beyond the repository's own places."""
+        for source, store, other in self.sources.twins(self.home, name):
+            data, _ = _read(store, other, limit)
+            if data is not None and right(data):
+                yield source, data
+        for image in self.sources.images():
+            data, _ = _read(image.repo.store, name, limit)
+            if data is not None and right(data) and self._agrees(name, image.footer.id, data):
+                yield f"the image of {image.footer.id} in memory", data
+
+    def _agrees(self, name: str, id: CheckpointId, data: bytes) -> bool:
+        """Returns whether a manifest from memory names the very tables that lie in the store: nothing else says which
+        bytes the damaged one had. Other objects have digests of their own."""
+        if name != id.manifest:
+            return True
+        found = decode_manifest(data, id, self.repo.id)
+        tables = () if isinstance(found, Aborted) else found.tables
+        return all(
+            digest(_read(self.home, f"{id.directory}/{one.name}", one.length)[0] or b"") == one.digest for one in tables
+        )
+
+    def _begin(self, manifest: Manifest) -> bytes | None:
+        """What a save says before it begins follows from what it has written."""
+        names = [entry.name for entry in manifest.tables]
+        try:
+            for rank in range(len(manifest.indexes)):
+                names += [pack.name for pack in self.repo.packs(manifest, rank) if pack.at is None]
+            record = self.repo.find_attempt(manifest.id.run, manifest.id.attempt)
+        except TenutoError:
+            return None
+        parent = None if record is None else record.parent
+        return encode_begin(Begin(manifest.id, manifest.save_id, tuple(names), parent, manifest.bases), self.repo.id)
+
+    # -- packs ---------------------------------------------------------------------------------------------------------
+
+    def _packs(self, id: CheckpointId, index: Index) -> None:
+        for number, entry in enumerate(index.packs):
+            if entry.at is None:  # those of other checkpoints are looked at with them
+                self._pack(id, index, number)
+
+    def _pack(self, id: CheckpointId, index: Index, number: int) -> None:
+        name = index.packs[number].object_name(id)
+        wrong: list[tuple[Store, str]] = []
+        missing: list[Store] = []
+        whole = 0
+        for store in self.places:
+            check = check_pack(store, id, index, number)
+            problems = [finding.message for finding in check.findings]
+            if problems == ["is missing"]:
+                missing.append(store)
+                continue
+            if check.readable:
+                scan = Scan(store, id, index, on_bytes=self._advance)
+                problems += [f"{one.message} (byte {one.offset})" for one in scan.run({number}, self._threads)]
+            if problems:
+                more = f" and {len(problems) - 1} more problems" if len(problems) > 1 else ""
+                wrong.append((store, f"{problems[0]}{more}"))
+            else:
+                whole += 1
+                self._keep_staged(store, name)
+        if not whole and not wrong and unreachable(self.repo.store):
+            self.unseen.append(name)
+            return
+        lacking = missing if not whole and not wrong else [store for store in missing if store in self._every]
+        lacking = lacking[:1] if not whole and not wrong and not self._every else lacking
+        for store, words in [*wrong, *((store, "is missing") for store in lacking)]:
+            recipe = PackRecipe.find(self.sources, id, index, number, store)
+            lost, nbytes = ([], 0) if recipe.complete else recipe.lost()
+            if recipe.header is None:
+                nbytes += index.packs[number].header_length
+                lost = lost or [
+                    spec.path for spec, pack in zip(index.specs, index.pack.tolist(), strict=True) if pack == number
+                ]
+            self.mendings.append(
+                Mending(
+                    id=id,
+                    kind="pack",
+                    place=store.url,
+                    name=name,
+                    wrong=words,
+                    missing=words == "is missing",
+                    size=recipe.length,
+                    sources=tuple(recipe.shares().items()),
+                    lost=tuple(lost),
+                    lost_bytes=nbytes,
+                    copies=bool(whole),
+                    store=store,
+                    recipe=recipe,
+                )
+            )
+
+    def _keep_staged(self, store: Store, name: str) -> None:
+        """Keeps in mind what lies beside an object that is whole."""
+        start = name + object_names.STAGED
+        self.left += [
+            (there, entry) for there, entry in self._staged if there is store and entry.name.startswith(start)
+        ]
+
+    def _advance(self, nbytes: int) -> None:
+        self.bytes_read += nbytes
+        if self._emitter.listened:
+            self._emitter.emit(Progress("verify", self.repo.url, self.bytes_read, self.bytes_read))
+
+
+def _read(store: Store, name: str, limit: int) -> tuple[bytes | None, str]:
+    """Returns an object's bytes, or what keeps them from being read. Raises StoreError where the store fails: that says
+    nothing of the object."""
+    try:
+        return store.get(name, limit=limit), ""
+    except ObjectNotFound:
+        return None, "is missing"
+    except CorruptionError as error:
+        return None, error.message
+    except StoreError as error:
+        if not is_unreadable(error):
+            raise
+        return None, f"cannot be read: {error.message}"
+
+
+def _decodes(decode: Callable[..., object], *arguments: object) -> bool:
+    """Returns whether the last of the arguments, which `decode` takes first, is what it has to be."""
+    *others, data = arguments
+    try:
+        decode(data, *others)
+    except CorruptionError:
+        return False
+    return True
+
+
+def _is_object(kind: str, name: str, repository: str, data: bytes) -> bool:
+    try:
+        objects.decode(kind, name, data, repository)
+    except CorruptionError:
+        return False
+    return True
+
+
+def _same(data: bytes) -> bytes:
+    return data

@@ -1,0 +1,60 @@
+"""Scrub: verifies what was longest not verified, until everything is younger than asked for, or the time is up.
+
+Meant for a timer: each run takes up where the last one ended, and notes its results, so that several machines share the
+work: what one has verified is young for all.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tenuto.errors import CheckpointNotFound, CorruptionError
+from tenuto.events import Emitter
+from tenuto.maintenance.reading import Pace, ReadingState
+from tenuto.maintenance.verify import Parts, VerifyReport, execute, plan_verify
+from tenuto.model.ids import CheckpointId
+from tenuto.repo.notes import ignore, notes
+from tenuto.repo.repository import Repo
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubReport:
+    """What a scrub has come to. verification: of what was read. oldest, oldest_s: the checkpoint that was longest not
+    verified, and for how many seconds; None without a checkpoint. overdue: how many are older than asked for."""
+
+    verification: VerifyReport
+    oldest: CheckpointId | None
+    oldest_s: float
+    overdue: int
+
+    @property
+    def ok(self) -> bool:
+        return self.verification.ok
+
+
+def scrub(
+    repo: Repo,
+    *,
+    every_s: float,
+    rate: int | None = None,
+    seconds: float | None = None,
+    emitter: Emitter | None = None,
+) -> ScrubReport:
+    """Verifies each checkpoint that was last verified, or saved, more than `every_s` seconds ago, and notes the result.
+
+    rate: bytes per second at most. seconds: how long; what is left then is for the next scrub.
+    Reports damage and does not raise it. Raises like `verify.execute`.
+    """
+    state = ReadingState.load(repo.id)
+    plan = plan_verify(repo)
+    parts = Parts(Pace(seconds=seconds, rate=rate), state, since=time.time() - every_s)
+    report = execute(repo, plan, emitter=emitter, note=True, parts=parts)
+    ages = []
+    for id in plan.ids:
+        try:
+            ages.append((time.time() - state.last_read(id, repo.manifest(id), notes(repo, id, report=ignore)), id))
+        except (CheckpointNotFound, CorruptionError):
+            continue  # gone, or damaged as the report says
+    oldest_s, oldest = max(ages, default=(0.0, None))
+    return ScrubReport(report, oldest, max(oldest_s, 0.0), sum(age > every_s for age, _ in ages))
