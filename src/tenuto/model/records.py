@@ -196,8 +196,10 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A fact about a checkpoint learned after its commit. kind: metric, verified, suspect, proven."""
+    """A fact about a checkpoint learned after its commit. kind: metric, verified, suspect, proven. created: when it was
+    added, as text like a manifest's; empty if it does not say."""
 
     number: int
     kind: str
     body: Mapping[str, Json]
+    created: str = field(default="", compare=False)

@@ -32,7 +32,7 @@ def add_note(repo: Repo, id: CheckpointId, kind: str, body: Mapping[str, Json]) 
         raise CheckpointNotFound(f"checkpoint {id} was removed while a note was added to it", subject=str(id))
     if repo.observer is not None:
         repo.observer.noted(id)
-    return Note(number, kind, dict(body))
+    return Note(number, kind, dict(body), content["created"])
 
 
 def notes(repo: Repo, id: CheckpointId, *, report: Callable[[str], None] | None = None) -> list[Note]:
@@ -49,7 +49,7 @@ def notes(repo: Repo, id: CheckpointId, *, report: Callable[[str], None] | None 
             if objects.is_copy(name, data, repo.id):
                 continue
             fields = objects.decode("note", name, data, repo.id)
-            found.append(Note(number, fields.text("note"), fields.mapping("body")))
+            found.append(Note(number, fields.text("note"), fields.mapping("body"), str(fields.values.get("created", ""))))
         except ObjectNotFound:
             continue  # the checkpoint is being removed
         except CorruptionError as error:
