@@ -54,7 +54,8 @@ def _damage(run: RunReport, where: str) -> Iterator[Attention]:
         yield Attention("damage", f"the latest is damaged: {back}", run.run, verify)
     others = [one for one in damaged if not one.latest]
     if others:
-        yield Attention("damage", f"{count(len(others), 'checkpoint')} damaged: {_steps(others)}", run.run, verify)
+        text = f"{count(len(others), 'checkpoint')} {'is' if len(others) == 1 else 'are'} damaged: {_steps(others)}"
+        yield Attention("damage", text, run.run, verify)
 
 
 def _saves(run: RunReport, where: str, now_s: float) -> Iterator[Attention]:

@@ -79,7 +79,7 @@ def chart(
     except ImportError:
         raise MissingExtra("a report as a page needs matplotlib", hint=install("report")) from None
     lines = list(lines)
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 11, "path.simplify": False}
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 12, "path.simplify": False}
     with rc_context(style), np.errstate(all="ignore"):
         figure = Figure(figsize=_SIZE, layout="constrained")
         FigureCanvasSVG(figure)
@@ -98,13 +98,13 @@ def chart(
 
 
 def _axes(axes: Axes, lines: Sequence[Line], unit: Unit, times: bool) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, NullFormatter
 
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_GRID)
     axes.grid(axis="y", color=_GRID, lw=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_TEXT, which="both", length=0, labelsize=11)
+    axes.tick_params(colors=_TEXT, which="both", length=0, labelsize=12)
     axes.margins(x=0.02, y=0.1)
     known = np.concatenate([line.y[np.isfinite(line.y)] for line in lines] or [np.empty(0)])
     if len(known) and known.min() > 0 and np.quantile(known, 0.95) > 100 * np.quantile(known, 0.05):
@@ -113,7 +113,9 @@ def _axes(axes: Axes, lines: Sequence[Line], unit: Unit, times: bool) -> None:
     else:
         axes.yaxis.set_major_locator(MaxNLocator(4))
         if unit == "bytes":
-            axes.set_ylim(0, 1.15 * known.max() if len(known) else 1)
+            most = max(float(known.max(initial=0)), 1.0)
+            axes.set_ylim(0, 1.15 * most)
+            axes.yaxis.set_major_locator(MultipleLocator(2.0 ** np.ceil(np.log2(most / 4))))
     named = {"": _number, "bytes": lambda value: size(round(value)), "seconds": seconds}[unit]
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: named(value) if value > 0 or not unit else "0"))
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -136,6 +138,6 @@ def _for_page(text: str) -> str:
     text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.S)
     text = re.sub(r' id="[\w.]+_\d+"', "", text)
     text = re.sub(r" font-family: [^;\"]*;", "", text)
-    text = re.sub(r"(\d+\.\d)\d+", r"\1", text)
+    text = re.sub(r' (?:d|x|y)="[^"]*"', lambda found: re.sub(r"(\d\.\d)\d+", r"\1", found[0]), text)
     text = re.sub(r"#(0[1-8])\1\1", lambda found: _COLOURS[found[0]], text)
     return re.sub(r"\s*\n\s*", " ", text)

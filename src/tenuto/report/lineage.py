@@ -6,9 +6,9 @@ screen; tracks lie below each other, in pixels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from tenuto.units import count
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from tenuto.model.ids import CheckpointId
     from tenuto.report.facts import CheckpointReport, RunReport
 
-Shape = Literal["dot", "latest", "damaged", "tagged", "begin"]
+Shape = Literal["dot", "left", "begin", "tagged", "damaged", "latest"]
+"""In the order of drawing: what counts most lies on top."""
 
 LEFT_BEHIND: Final = 6
 """Of a run's lines that were left behind, how many of the newest are drawn."""
@@ -103,11 +104,12 @@ def drawing(runs: Sequence[RunReport]) -> Drawing | None:
             marks += _marks(stretch, x, at)
         y += _TRACK + _BRANCH * behind
     ticks = tuple((f"{step:,}", x(step)) for step in _round_steps(low, high))
+    marks.sort(key=lambda mark: get_args(Shape).index(mark.shape))
     return Drawing(y + 18, tuple(segments), tuple(marks), tuple(names), ticks)
 
 
 def events(runs: Sequence[RunReport]) -> Iterator[str]:
-    """Yields what happened, in words: forks, and lines that were left behind."""
+    """Yields what happened, in words: forks, lines that were left behind, and what is tagged."""
     for run in runs:
         first = next((one for one in run.attempts if one.parent is not None and one.parent.run != run.run), None)
         if first is not None and first.parent is not None:
@@ -120,6 +122,9 @@ def events(runs: Sequence[RunReport]) -> Iterator[str]:
                     f"Run {run.run} went{to} from step {stretch[-1].id.step:,} of attempt {stretch[0].id.attempt}: "
                     f"{count(len(stretch), 'checkpoint')} left behind."
                 )
+        tagged = [f"{name} is step {one.id.step:,}" for one in run.checkpoints for name in one.tags]
+        if tagged:
+            yield f"Tags of run {run.run}: {', '.join(tagged)}."
 
 
 def _parents_first(runs: Sequence[RunReport]) -> list[RunReport]:
@@ -158,12 +163,10 @@ def _parent(run: RunReport, stretch: Sequence[CheckpointReport]) -> CheckpointId
     return next((one.parent for one in run.attempts if one.number == first.id.attempt), None)
 
 
-def _marks(stretch: Sequence[CheckpointReport], x: object, y: float) -> Iterator[Mark]:
-    assert callable(x)
+def _marks(stretch: Sequence[CheckpointReport], x: Callable[[int], float], y: float) -> Iterator[Mark]:
     last = -100.0
     for one in stretch:
-        at: float = x(one.id.step)
-        what = f"{one.id}"
+        at, what = x(one.id.step), str(one.id)
         if one.damaged:
             yield Mark(at, y, "damaged", "", f"{what}: damaged")
         elif one.latest:
@@ -171,13 +174,13 @@ def _marks(stretch: Sequence[CheckpointReport], x: object, y: float) -> Iterator
         elif one.tags:
             yield Mark(at, y, "tagged", ", ".join(one.tags), f"{what}: tagged {', '.join(one.tags)}")
         elif at - last >= APART:
-            yield Mark(at, y, "dot", "", what)
+            yield Mark(at, y, "dot" if one.on_line else "left", "", what)
             last = at
 
 
 def _round_steps(low: int, high: int) -> list[int]:
     """Returns about five round numbers between two steps."""
-    rough = max((high - low) / 5, 1)
+    rough = max((high - low) / 6, 1)
     base = 10 ** (len(str(int(rough))) - 1)
     unit = next(base * factor for factor in (1, 2, 5, 10) if base * factor >= rough)
     return list(range(-(-low // unit) * unit, high + 1, unit))[:8]

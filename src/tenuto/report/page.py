@@ -64,10 +64,12 @@ def page(report: Report, title: str | None = None) -> str:
     ago: Callable[[float | None], str] = partial(_ago, report.made_s)
     environment.filters |= {"size": size, "seconds": seconds, "age": age, "moment": _moment, "ago": ago, "value": _value}
     environment.globals |= {"count": count, "attempt_key": attempt_key}
-    drawn = sorted((run for run in report.runs if run.checkpoints), key=_last_save, reverse=True)[:RUNS_DRAWN]
+    runs = sorted(report.runs, key=_last_save, reverse=True)
+    drawn = [run for run in runs if run.checkpoints][:RUNS_DRAWN]
     policy = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.from_string(room.joinpath("page.html").read_text("utf-8")).render(
         report=report,
+        runs=runs,
         title=title or f"Checkpoints at {report.where}",
         generator=Markup(GENERATOR),
         style=Markup(room.joinpath("page.css").read_text("utf-8")),
@@ -80,7 +82,8 @@ def page(report: Report, title: str | None = None) -> str:
         drawn=[(run, [(one, Markup(one.svg)) for one in _figures(run)]) for run in drawn],
         not_drawn=len([run for run in report.runs if run.checkpoints]) - len(drawn),
         metrics=_columns(report),
-        rows=[one for run in report.runs for one in reversed(run.saves)],
+        rows=_newest_first(runs),
+        most=METRICS_DRAWN,
     )
 
 
@@ -114,11 +117,22 @@ def _ago(now_s: float, when_s: float | None) -> str:
 
 
 def _value(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def _last_save(run: RunReport) -> float:
     return max((one.created_s or 0.0 for one in run.checkpoints), default=0.0)
+
+
+def _newest_first(runs: Sequence[RunReport]) -> list[CheckpointReport]:
+    """Returns all saves; one whose time is unknown stands above the one before it in its run."""
+    rows = []
+    for run in runs:
+        when = 0.0
+        for one in run.saves:
+            when = max(when, one.created_s or 0.0) if one.on_line or one.created_s is None else one.created_s
+            rows.append((when, one.id, one))
+    return [one for _, _, one in sorted(rows, key=lambda row: row[:2], reverse=True)]
 
 
 def _columns(report: Report) -> list[str]:

@@ -9,32 +9,36 @@ import numpy as np
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
 
-WINDOW: Final = 11
-"""Neighbours, itself among them, with whose median a value is compared."""
+NEIGHBOURS: Final = 5
+"""On either side of a value, so many are compared with it."""
 SPIKE: Final = 8.0
-"""A spike is so many times further from that median than values usually are (1.4826 times the median distance, which is
-one standard deviation of normal noise), and from a value next to it than two such values usually are."""
+"""A spike is so many times further from its neighbours' medians than values usually are from the one before (1.4826 times
+the median distance: one standard deviation of normal noise)."""
 LEAST: Final = 0.05
 """A spike is at least this share of the range that the middle nine tenths of all values span."""
 
 
 def spikes(values: Numbers) -> Places:
-    """Returns the places of finite values that stand out from their neighbours; of fewer than WINDOW there are none.
+    """Returns the places of finite values that stand out, in one direction, from those before and those after.
 
-    A step from one level to another is no spike, nor is what is not finite.
+    A step to another level or a slope is no spike, nor is what is not finite. The first values have too few before
+    them, and the last one has none behind it.
     """
     finite = np.flatnonzero(np.isfinite(values))
-    if len(finite) < WINDOW:
+    if len(finite) < 2 * NEIGHBOURS + 1:
         return np.empty(0, np.int64)
     known = values[finite]
-    padded = np.pad(known, WINDOW // 2, mode="reflect")
     with np.errstate(over="ignore", invalid="ignore"):
-        distance = np.abs(known - np.median(np.lib.stride_tricks.sliding_window_view(padded, WINDOW), axis=1))
-        jumps = np.abs(np.diff(known))
-        jump = np.maximum(np.append(jumps, 0), np.insert(jumps, 0, 0))
+        medians = np.median(np.lib.stride_tricks.sliding_window_view(known, NEIGHBOURS), axis=1)
+        before = known[NEIGHBOURS:] - medians[:-1]
+        after = before.copy()
+        after[: 1 - NEIGHBOURS - 1] = known[NEIGHBOURS:-NEIGHBOURS] - medians[NEIGHBOURS + 1 :]
+        for place in range(len(known) - NEIGHBOURS, len(known) - 1):
+            after[place - NEIGHBOURS] = known[place] - np.median(known[place + 1 :])
         low, high = np.quantile(known, (0.05, 0.95))
-        far = distance > max(SPIKE * 1.4826 * float(np.median(distance)), LEAST * float(high - low), 0.0)
-        return np.asarray(finite[far & (jump > SPIKE * np.median(jumps))], np.int64)
+        far = max(SPIKE * 1.4826 * float(np.median(np.abs(before))), LEAST * float(high - low))
+        found = (np.sign(before) == np.sign(after)) & (np.minimum(np.abs(before), np.abs(after)) > far)
+    return np.asarray(finite[NEIGHBOURS:][found], np.int64)
 
 
 def thinned(values: Numbers, most: int = 1000) -> Places:
