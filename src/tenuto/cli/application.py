@@ -40,6 +40,8 @@ MEANT = {
     "adopt": ("import",),
     "best": ("ls",),
     "settings": ("config",),
+    "dashboard": ("report",),
+    "html": ("report",),
 }
 """What people type whose other tools call it so."""
 

@@ -49,7 +49,9 @@ def notes(repo: Repo, id: CheckpointId, *, report: Callable[[str], None] | None 
             if objects.is_copy(name, data, repo.id):
                 continue
             fields = objects.decode("note", name, data, repo.id)
-            found.append(Note(number, fields.text("note"), fields.mapping("body"), str(fields.values.get("created", ""))))
+            found.append(
+                Note(number, fields.text("note"), fields.mapping("body"), str(fields.values.get("created", "")))
+            )
         except ObjectNotFound:
             continue  # the checkpoint is being removed
         except CorruptionError as error:

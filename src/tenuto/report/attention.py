@@ -71,10 +71,14 @@ def _saves(run: RunReport, where: str, now_s: float) -> Iterator[Attention]:
     if run.trainer == "died":
         text = f"the process that trained it on {run.host or 'an unknown host'} ended without finishing{since}"
         yield Attention("warning", text, run.run, status)
-    elif run.trainer in ("training", "unknown") and old_s is not None and run.usual_s is not None:
-        if old_s > max(LATE * run.usual_s, run.usual_s + LATE_LEAST_S):
-            text = f"the latest checkpoint is {age(old_s)} old; usually one is saved every {age(run.usual_s)}"
-            yield Attention("warning", text, run.run, status)
+    elif (
+        run.trainer in ("training", "unknown")
+        and old_s is not None
+        and run.usual_s is not None
+        and old_s > max(LATE * run.usual_s, run.usual_s + LATE_LEAST_S)
+    ):
+        text = f"the latest checkpoint is {age(old_s)} old; usually one is saved every {age(run.usual_s)}"
+        yield Attention("warning", text, run.run, status)
     unfinished = [one for one in after if one.state == "unfinished"]
     if unfinished and run.trainer in ("died", "finished"):
         text = f"{count(len(unfinished), 'save')} cut off after the latest checkpoint: {_steps(unfinished)}"

@@ -70,8 +70,12 @@ class Marks:
 def chart(
     name: str, lines: Iterable[Line], marks: Iterable[Marks] = (), *, unit: Unit = "", times: bool = False
 ) -> str:
-    """Returns an `<svg>` element. name: unlike that of any other chart of the page. Each line is drawn with about a thousand points; one that spans several orders of
-    magnitude gets a logarithmic axis. times: x is seconds since 1970. Raises MissingExtra without matplotlib."""
+    """Returns an `<svg>` element.
+
+    Each line is drawn with about a thousand points; one that spans several orders of magnitude gets a logarithmic axis.
+    name: unlike that of any other chart of the page. times: x is seconds since 1970. Raises MissingExtra without
+    matplotlib.
+    """
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -93,7 +97,9 @@ def chart(
             y = [0.04] * len(one.x) if one.y is None else one.y
             axes.plot(one.x, y, ls="none", **_MARKS[one.kind], **on_axis)
         out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
     return _for_page(out.getvalue())
 
 

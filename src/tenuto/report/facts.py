@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,6 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Json, Note
 from tenuto.model.timing import Timing
 from tenuto.policy.keep import protections
-from tenuto.report.series import spikes
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.lineage import latest
@@ -31,6 +31,7 @@ from tenuto.repo.ownership.owner_watch import OwnerWatch
 from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
+from tenuto.report.series import spikes
 from tenuto.version import __version__
 
 State = Literal["committed", "damaged", "unfinished", "aborted"]
@@ -89,7 +90,7 @@ class CheckpointReport:
     verdict: Exactness | None = None
     timing: Timing | None = None
     health: Mapping[str, Json] = field(default_factory=dict)
-    """What its save found in the values, where it looked."""
+    """What its save found of the values, where it looked: `norm`, `changed`, `nonfinite`, `leaves`, `paths`."""
 
     @property
     def damaged(self) -> bool:
@@ -97,8 +98,8 @@ class CheckpointReport:
 
     @property
     def unhealthy(self) -> bool:
-        """Returns whether its save found values that are not finite, where none should be."""
-        return bool(self.health.get("nonfinite"))
+        """Returns whether its save found leaves with NaN or infinities that had none before."""
+        return bool(self.health.get("leaves"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +202,9 @@ def report(repo: Repo, runs: Sequence[str] | None = None) -> Report:
     free = repo.store.free_bytes()
     attention = [one for run in found for one in of_run(run, repo.url, made_s)]
     if refs is None:
-        attention.append(Attention("damage", f"a ref is damaged: {unreadable}", "", typed("tenuto", "verify", repo.url)))
+        attention.append(
+            Attention("damage", f"a ref is damaged: {unreadable}", "", typed("tenuto", "verify", repo.url))
+        )
     attention += of_repository(found, repo.url, free)
     kept = [save for run in found for save in run.saves]
     return Report(
@@ -248,9 +251,9 @@ def _run(repo: Repo, run: str, census: Census, refs: Iterable[Ref]) -> RunReport
     protected = protections(sorted(facts, key=lambda one: one.age_key, reverse=True))
     on_line = {one.id for one in facts if one.walk is not None}
     measured = [
-        Measured(save.id, with_notes(save.manifest.metrics, notes[save.id]), _checked(notes[save.id])[0] == "suspect", modes[save.id])
+        Measured(id, with_notes(save.manifest.metrics, notes[id]), _checked(notes[id])[0] == "suspect", modes[id])
         for save in saves
-        if save.state == "committed" and save.manifest is not None
+        if save.state == "committed" and save.manifest is not None and (id := save.id)
     ]
     best = best_of_each(measured, run)
     named: dict[CheckpointId, list[Ref]] = {}
@@ -258,10 +261,19 @@ def _run(repo: Repo, run: str, census: Census, refs: Iterable[Ref]) -> RunReport
         named.setdefault(ref.id, []).append(ref)
     rows = []
     for save in saves:
-        kept = [*protected.get(save.id, ()), *(f"best {name}" for name, id in best.items() if id == save.id)]
         own = [name for name, id in best.items() if id == save.id]
-        mine = named.get(save.id, ())
-        rows.append(_checkpoint(repo, save, notes.get(save.id, ()), mine, newest, own, kept, save.id in on_line))
+        rows.append(
+            _checkpoint(
+                repo,
+                save,
+                notes.get(save.id, ()),
+                named.get(save.id, ()),
+                newest=newest,
+                best=own,
+                kept=[*protected.get(save.id, ()), *(f"best {name}" for name in own)],
+                on_line=save.id in on_line,
+            )
+        )
     trainer, host = _trainer(repo, run)
     checkpoints = tuple(rows)
     return RunReport(
@@ -281,6 +293,7 @@ def _checkpoint(
     save: SaveDirectory,
     notes: Sequence[Note],
     refs: Sequence[Ref],
+    *,
     newest: CheckpointId | None,
     best: Sequence[str],
     kept: Sequence[str],
@@ -289,7 +302,7 @@ def _checkpoint(
     manifest, cut = save.manifest, _cut(repo, save)
     checked, checked_s = _checked(notes)
     by_kind = {kind: tuple(ref.name for ref in refs if ref.kind == kind) for kind in ("tag", "pin", "hold")}
-    health: Any = getattr(manifest, "health", None)
+    health: Any = getattr(manifest, "health", None)  # manifests of this version have none
     return CheckpointReport(
         id=save.id,
         state="damaged" if cut else _STATES[save.state],
@@ -310,7 +323,7 @@ def _checkpoint(
         kept=tuple(kept),
         verdict=exactness(manifest.certificate) if manifest else None,
         timing=Timing.read(manifest.environment.get("timing"), manifest.bytes) if manifest else None,
-        health=health if isinstance(health, Mapping) else {},
+        health={} if health is None else health.to_json(),
     )
 
 
@@ -384,7 +397,7 @@ def _usual_s(saves: Sequence[CheckpointReport]) -> float | None:
     line = [one for one in saves if one.on_line and one.created_s is not None][-50:]
     gaps = [
         later.created_s - earlier.created_s
-        for earlier, later in zip(line, line[1:], strict=False)
+        for earlier, later in pairwise(line)
         if earlier.id.attempt == later.id.attempt and later.created_s is not None and earlier.created_s is not None
     ]
     return float(np.median(gaps)) if len(gaps) >= 3 else None

@@ -99,7 +99,9 @@ def drawing(runs: Sequence[RunReport]) -> Drawing | None:
                     segments.append(Segment(px, px, py, at, "fork" if kind == "fork" else "branch"))
                 segments.append(Segment(px, start, at, at, "line" if on_line else "behind"))
                 if on_line and kind == "line":
-                    marks.append(Mark(px, at, "begin", "", f"attempt {stretch[0].id.attempt} resumed from step {parent.step:,}"))
+                    marks.append(
+                        Mark(px, at, "begin", "", f"attempt {stretch[0].id.attempt} resumed from step {parent.step:,}")
+                    )
             segments.append(Segment(start, end, at, at, "line" if on_line else "behind"))
             marks += _marks(stretch, x, at)
         y += _TRACK + _BRANCH * behind
@@ -145,7 +147,7 @@ def _parents_first(runs: Sequence[RunReport]) -> list[RunReport]:
 
 
 def _stretches(run: RunReport, most: int | None = LEFT_BEHIND) -> list[list[CheckpointReport]]:
-    """Returns what each attempt has on the line, and what it has that was left behind, `most` of those: oldest first."""
+    """Returns what each attempt has on the line, and what of it was left behind, the newest `most`: oldest first."""
     by_key: dict[tuple[int, bool], list[CheckpointReport]] = {}
     for one in run.checkpoints:
         by_key.setdefault((one.id.attempt, not one.on_line), []).append(one)

@@ -20,7 +20,7 @@ import numpy as np
 from tenuto.errors import MissingExtra, StoreError, UsageError, install
 from tenuto.model.ids import attempt_key
 from tenuto.report import lineage
-from tenuto.report.charts import Line, Marks, Unit, chart
+from tenuto.report.charts import Line, Marks, chart
 from tenuto.report.facts import lines_of
 from tenuto.units import age, count, seconds, size
 
@@ -62,7 +62,14 @@ def page(report: Report, title: str | None = None) -> str:
     script = room.joinpath("page.js").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     ago: Callable[[float | None], str] = partial(_ago, report.made_s)
-    environment.filters |= {"size": size, "seconds": seconds, "age": age, "moment": _moment, "ago": ago, "value": _value}
+    environment.filters |= {
+        "size": size,
+        "seconds": seconds,
+        "age": age,
+        "moment": _moment,
+        "ago": ago,
+        "value": _value,
+    }
     environment.globals |= {"count": count, "attempt_key": attempt_key}
     runs = sorted(report.runs, key=_last_save, reverse=True)
     drawn = [run for run in runs if run.checkpoints][:RUNS_DRAWN]
@@ -75,7 +82,9 @@ def page(report: Report, title: str | None = None) -> str:
         style=Markup(room.joinpath("page.css").read_text("utf-8")),
         script=Markup(script),
         script_digest=policy,
-        levels=[(level, sum(one.level == level for one in report.attention)) for level in ("damage", "warning", "note")],
+        levels=[
+            (level, sum(one.level == level for one in report.attention)) for level in ("damage", "warning", "note")
+        ],
         tiles=list(_tiles(report, ago)),
         drawing=lineage.drawing(drawn),
         events=list(lineage.events(drawn)),
@@ -157,50 +166,74 @@ def _tiles(report: Report, ago: Callable[[float | None], str]) -> Iterator[tuple
     yield "Stored", size(report.stored), ", ".join(more)
     whole = [one for one in checkpoints if one.checked in ("verified", "proven")]
     last = max((one.checked_s for one in whole if one.checked_s is not None), default=None)
-    yield "Last verified", f"{ago(last)} ago" if last is not None else "never", f"{len(whole):,} of {len(checkpoints):,}"
+    yield (
+        "Last verified",
+        f"{ago(last)} ago" if last is not None else "never",
+        f"{len(whole):,} of {len(checkpoints):,}",
+    )
     timed = sorted(checkpoints, key=lambda one: one.created_s or 0.0)[-50:]
     held = [one.timing.held_s for one in timed if one.timing is not None]
     if held:
         written = [one.timing.write_s for one in timed if one.timing is not None]
-        yield "A save blocks training for", seconds(float(np.median(held))), f"and writes for {seconds(float(np.median(written)))}"
+        yield (
+            "A save blocks training for",
+            seconds(float(np.median(held))),
+            f"and writes for {seconds(float(np.median(written)))}",
+        )
 
 
 def _figures(run: RunReport) -> Iterator[Figure]:
     for metric in run.metrics[:METRICS_DRAWN]:
         yield _metric(run, metric)
-    saves = [one for one in run.checkpoints if one.created_s is not None]
+    yield from (*_sizes(run), *_cost(run), *_health(run))
+
+
+def _sizes(run: RunReport) -> Iterator[Figure]:
+    saves = sorted((one for one in run.checkpoints if one.created_s), key=lambda one: one.created_s or 0.0)
     if saves:
         when = np.array([one.created_s for one in saves], np.float64)
-        order = np.argsort(when, kind="stable")
         raw, stored = (np.array([getattr(one, name) for one in saves], np.float64) for name in ("logical", "stored"))
-        lines = [Line(when[order], raw[order], "second"), Line(when[order], stored[order], "first")]
+        lines = [Line(when, raw, "second"), Line(when, stored, "first")]
         svg = chart(f"{run.run} size", lines, unit="bytes", times=True)
         legend = (("first", "in its own files"), ("second", "of state"))
-        yield Figure("Size of a checkpoint", f"newest {size(int(stored[order][-1]))}", svg, legend)
-    timed = [one for one in run.checkpoints if one.timing is not None]
-    if timed:
-        steps = np.array([one.id.step for one in timed], np.float64)
-        order = np.argsort(steps, kind="stable")
-        parts = {
-            look: np.array([max(getattr(one.timing, name), 1e-6) for one in timed], np.float64)[order]
-            for look, name in (("first", "held_s"), ("second", "write_s"), ("third", "commit_s"))
-        }
-        svg = chart(f"{run.run} cost", [Line(steps[order], y, look) for look, y in parts.items()], unit="seconds")
-        slowest = f"training blocked for at most {seconds(float(parts['first'].max()))}"
-        legend = (("first", "training blocked"), ("second", "writing"), ("third", "commit"))
-        yield Figure("Time of a save", slowest, svg, legend)
-    yield from _health(run)
+        yield Figure("Size of a checkpoint", f"newest {size(saves[-1].stored)}", svg, legend)
+
+
+def _cost(run: RunReport) -> Iterator[Figure]:
+    timed = sorted((one for one in run.checkpoints if one.timing is not None), key=lambda one: one.id.step)
+    steps = np.array([one.id.step for one in timed], np.float64)
+    lines, legend = [], []
+    for look, name, words in (
+        ("first", "held_s", "training blocked"),
+        ("second", "write_s", "writing"),
+        ("third", "commit_s", "commit"),
+    ):
+        y = np.array([getattr(one.timing, name) or math.nan for one in timed], np.float64)
+        if np.isfinite(y).any():
+            lines.append(Line(steps, y, look))
+            legend.append((look, words))
+    if lines:
+        longest = max(one.timing.held_s for one in timed if one.timing is not None)
+        svg = chart(f"{run.run} cost", lines, unit="seconds")
+        yield Figure("Time of a save", f"training blocked for at most {seconds(longest)}", svg, tuple(legend))
 
 
 def _health(run: RunReport) -> Iterator[Figure]:
-    """Yields a chart for each number that saves have noted of their values."""
-    names = dict.fromkeys(name for one in run.checkpoints for name, value in one.health.items() if _is_number(value))
-    for name in names:
+    """Yields a chart of what saves have noted of their values, where there is something to see."""
+    for name, title in (
+        ("norm", "Norm of all values"),
+        ("changed", "Share of bytes that a save changed"),
+        ("nonfinite", "Values that are not finite"),
+    ):
         there = [one for one in run.line if _is_number(one.health.get(name))]
-        if there:
-            x, y = (np.array(values, np.float64) for values in zip(*((one.id.step, one.health[name]) for one in there), strict=True))
-            svg = chart(f"{run.run} health {name}", [Line(x, y)], _dots(x, y))
-            yield Figure(f"Values of the state: {name}", f"latest {_value(float(y[-1]))}", svg, ())
+        y = np.array([one.health[name] for one in there], np.float64)
+        if there and (name != "nonfinite" or y.any()):
+            x = np.array([one.id.step for one in there], np.float64)
+            sick = [one.id.step for one in there if one.unhealthy]
+            marks = [*_dots(x, y), *([Marks("nonfinite", sick)] if sick else [])]
+            legend = (("nonfinite", "unhealthy"),) if sick else ()
+            svg = chart(f"{run.run} health {name}", [Line(x, y)], marks)
+            yield Figure(title, f"latest {_value(float(y[-1]))}", svg, legend)
 
 
 def _is_number(value: object) -> bool:
@@ -217,14 +250,13 @@ def _metric(run: RunReport, metric: MetricReport) -> Figure:
     lines = [Line(*_xy(_own(other), name), "behind") for other in behind]
     legend += [("behind", "left behind")] if behind else []
     marks = _dots(x, y)
-    finite = lambda ids: [at[id] for id in ids if id in at and math.isfinite(at[id][1])]  # noqa: E731
     latest = [one.id for one in line if one.latest]
     for kind, ids, words in (
         ("latest", latest, "latest"),
         ("best", [metric.best] if metric.best else [], f"best ({metric.mode})"),
         ("spike", metric.spikes, "spike"),
     ):
-        points = finite(ids)
+        points = [at[id] for id in ids if id in at and math.isfinite(at[id][1])]
         if points:
             marks.append(Marks(kind, [one[0] for one in points], [one[1] for one in points]))
             legend.append((kind, words))
@@ -245,7 +277,9 @@ def _own(line: Sequence[CheckpointReport]) -> list[CheckpointReport]:
 
 
 def _xy(saves: Sequence[CheckpointReport], name: str) -> tuple[Numbers, Numbers]:
-    return np.array([one.id.step for one in saves], np.float64), np.array([one.metrics[name] for one in saves], np.float64)
+    return np.array([one.id.step for one in saves], np.float64), np.array(
+        [one.metrics[name] for one in saves], np.float64
+    )
 
 
 def _dots(x: Numbers, y: Numbers) -> list[Marks]:

@@ -12,8 +12,8 @@ Places = np.ndarray[Any, np.dtype[np.int64]]
 NEIGHBOURS: Final = 5
 """On either side of a value, so many are compared with it."""
 SPIKE: Final = 8.0
-"""A spike is so many times further from its neighbours' medians than values usually are from the one before (1.4826 times
-the median distance: one standard deviation of normal noise)."""
+"""A spike is so many times further from the medians of its neighbours than values usually are from that of those before
+(1.4826 times the median distance: one standard deviation of normal noise)."""
 LEAST: Final = 0.05
 """A spike is at least this share of the range that the middle nine tenths of all values span."""
 

@@ -42,7 +42,7 @@ EXIT_CODES: Final[dict[int, str]] = {
 
 
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
-    "look": ("ls", "show", "status", "du", "verify", "config"),
+    "look": ("ls", "show", "status", "du", "report", "verify", "config"),
     "formats": ("import", "migrate", "export"),
     "keep": ("tag", "keep", "rm", "undelete", "gc", "replicate", "promote"),
     "memory": ("flush", "memory"),
