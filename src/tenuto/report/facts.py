@@ -198,7 +198,8 @@ def report(repo: Repo, runs: Sequence[str] | None = None) -> Report:
         refs: list[Ref] | None = list_refs(repo)
     except CorruptionError as error:
         refs, unreadable = None, error.message
-    found = tuple(_run(repo, run, census, refs or ()) for run in chosen)
+    catalog = Catalog()  # one for all: a fork's line is read in its own run and in the other
+    found = tuple(_run(repo, catalog.snapshot(repo, run), census, refs or ()) for run in chosen)
     free = repo.store.free_bytes()
     attention = [one for run in found for one in of_run(run, repo.url, made_s)]
     if refs is None:
@@ -236,8 +237,9 @@ def _own(save: SaveDirectory) -> int:
     return sum(entry.length for entry in save.own())
 
 
-def _run(repo: Repo, run: str, census: Census, refs: Iterable[Ref]) -> RunReport:
-    snapshot, newest = Catalog().snapshot(repo, run), latest(repo, run)
+def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) -> RunReport:
+    run = snapshot.run
+    newest = latest(repo, run)
     saves = sorted(
         (save for save in census.saves.values() if save.id.run == run and save.state in _STATES),
         key=lambda save: save.id,
