@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from tenuto.errors import typed
@@ -98,17 +98,26 @@ def _verification(run: RunReport, where: str, now_s: float) -> Iterator[Attentio
 def _values(run: RunReport, where: str) -> Iterator[Attention]:
     recent = {one.id: one for one in run.line[-RECENT:]}
     show = typed("tenuto", "show", where, "--run", run.run)
-    for metric in run.metrics:
-        wrong = [recent[id] for id in metric.nonfinite if id in recent]
-        if wrong:
-            yield Attention("warning", f"{metric.name} is not a finite number at {_steps(wrong)}", run.run, show)
-        out = [recent[id] for id in metric.spikes if id in recent]
-        if out:
-            yield Attention("note", f"{metric.name} has a spike at {_steps(out)}", run.run, show)
+    wrong = _by_place({one.name: [recent[id] for id in one.nonfinite if id in recent] for one in run.metrics})
+    for names, steps in wrong:
+        yield Attention("warning", f"{names} not finite at {steps}", run.run, show)
+    out = _by_place({one.name: [recent[id] for id in one.spikes if id in recent] for one in run.metrics})
+    for names, steps in out:
+        yield Attention("note", f"a spike in {names} at {steps}", run.run, show)
     sick = [one for one in recent.values() if one.unhealthy]
     if sick:
         text = f"NaN or infinity in the state of {count(len(sick), 'checkpoint')}: {_steps(sick)}"
         yield Attention("damage", text, run.run, show)
+
+
+def _by_place(found: Mapping[str, Sequence[CheckpointReport]]) -> Iterator[tuple[str, str]]:
+    """Yields names of metrics that have something at the same steps, and those steps."""
+    by_steps: dict[str, list[str]] = {}
+    for name, saves in found.items():
+        if saves:
+            by_steps.setdefault(_steps(saves), []).append(name)
+    for steps, names in by_steps.items():
+        yield ", ".join(names), steps
 
 
 def _steps(saves: Sequence[CheckpointReport]) -> str:

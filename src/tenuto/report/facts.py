@@ -19,9 +19,9 @@ from tenuto.maintenance.census import Census, SaveDirectory, census_of, classify
 from tenuto.maintenance.facts import gather_facts, seconds_of
 from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
-from tenuto.model.records import Json, Note
+from tenuto.model.records import Json, Manifest, Note
 from tenuto.model.timing import Timing
-from tenuto.policy.keep import protections
+from tenuto.policy.keep import protections, recorded
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.lineage import latest
@@ -86,7 +86,10 @@ class CheckpointReport:
     best: tuple[str, ...] = ()
     """The metrics by which it is the best of the run."""
     kept: tuple[str, ...] = ()
-    """Why retention keeps it whatever the policy says, and by which metrics it is the best."""
+    """Why retention keeps it: what protects it under any policy, and what the training's own policy says, where that is
+    recorded."""
+    goes: str = ""
+    """Why the recorded policy would remove it now; empty if it keeps it, or none is recorded."""
     verdict: Exactness | None = None
     timing: Timing | None = None
     health: Mapping[str, Json] = field(default_factory=dict)
@@ -136,6 +139,8 @@ class RunReport:
     trainer: Literal["training", "unknown", "finished", "died", "none"]
     host: str
     usual_s: float | None
+    keep: str = ""
+    """The policy by which its training keeps checkpoints, as the newest one records it; empty if it does not."""
 
     @property
     def checkpoints(self) -> tuple[CheckpointReport, ...]:
@@ -250,7 +255,11 @@ def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) ->
         facts = gather_facts(snapshot, run)
     except CorruptionError:
         facts = []  # a ref cannot be read, which the report says
-    protected = protections(sorted(facts, key=lambda one: one.age_key, reverse=True))
+    facts.sort(key=lambda one: one.age_key, reverse=True)
+    protected = protections(facts)
+    last = max((save.manifest for save in saves if save.state == "committed" and save.manifest), key=_age, default=None)
+    policy = None if last is None else recorded(last.certificate)
+    verdicts = {} if policy is None else {one.id: one for one in policy.decide(facts)}
     on_line = {one.id for one in facts if one.walk is not None}
     measured = [
         Measured(id, with_notes(save.manifest.metrics, notes[id]), _checked(notes[id])[0] == "suspect", modes[id])
@@ -272,7 +281,8 @@ def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) ->
                 named.get(save.id, ()),
                 newest=newest,
                 best=own,
-                kept=[*protected.get(save.id, ()), *(f"best {name}" for name in own)],
+                kept=verdicts[save.id].reason.split("; ") if save.id in verdicts else protected.get(save.id, ()),
+                keeps=save.id not in verdicts or verdicts[save.id].keep,
                 on_line=save.id in on_line,
             )
         )
@@ -287,6 +297,7 @@ def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) ->
         trainer=trainer,
         host=host,
         usual_s=_usual_s(checkpoints),
+        keep="" if policy is None else repr(policy),
     )
 
 
@@ -299,6 +310,7 @@ def _checkpoint(
     newest: CheckpointId | None,
     best: Sequence[str],
     kept: Sequence[str],
+    keeps: bool,
     on_line: bool,
 ) -> CheckpointReport:
     manifest, cut = save.manifest, _cut(repo, save)
@@ -322,11 +334,16 @@ def _checkpoint(
         checked=checked,
         checked_s=checked_s,
         best=tuple(best),
-        kept=tuple(kept),
+        kept=tuple(kept) if keeps else (),
+        goes="" if keeps else "; ".join(kept),
         verdict=exactness(manifest.certificate) if manifest else None,
         timing=Timing.read(manifest.environment.get("timing"), manifest.bytes) if manifest else None,
         health={} if health is None else health.to_json(),
     )
+
+
+def _age(manifest: Manifest) -> CheckpointId:
+    return manifest.id
 
 
 def _cut(repo: Repo, save: SaveDirectory) -> str:

@@ -113,7 +113,9 @@ def write(path: Path, text: str) -> int:
         os.chmod(file.name, 0o644)
         os.replace(file.name, path)
     except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}", subject=str(path)) from error
+        raise StoreError(
+            f"{path} cannot be written: {error.strerror}", subject=str(path), hint="name another file with -o"
+        ) from error
     return len(data)
 
 

@@ -126,8 +126,8 @@ def test_a_spike_and_a_nan_count_among_the_newest(tmp_path: Path) -> None:
     made = Made(tmp_path)
     made.save("gpt", range(1, 31), metrics={28: {"val_loss": 99.0}, 30: {"val_loss": float("inf")}})
     assert texts(made.report()) == [
-        "gpt: val_loss is not a finite number at step 30",
-        "gpt: val_loss has a spike at step 28",
+        "gpt: val_loss not finite at step 30",
+        "gpt: a spike in val_loss at step 28",
     ]
 
 
@@ -165,13 +165,29 @@ def test_an_empty_repository_has_a_report(tmp_path: Path) -> None:
     assert "There are no runs yet" in found.to_html()
 
 
+def test_the_recorded_policy_says_what_is_kept_and_what_goes(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    made.save("gpt", range(1, 6), certificate={**CERTIFICATE, "keep": "keep.latest(2) | keep.every(steps=3)"})
+    (run,) = made.report().runs
+    assert run.keep == "keep.latest(2) | keep.every(steps=3)"
+    assert [(one.kept, one.goes) for one in run.saves] == [
+        ((), "not among the newest 2; before the first milestone, step 3"),
+        ((), "not among the newest 2; before the first milestone, step 3"),
+        (("the milestone of step 3",), ""),
+        (("2nd newest of 2",), ""),
+        (("what latest means", "newest of 2"), ""),
+    ]
+
+
 @pytest.mark.parametrize("more", [{"encoding": "dedupe"}, {}])
 def test_of_a_training_it_has_the_recorded_timings(tmp_path: Path, more: dict[str, str]) -> None:
-    with tenuto.Checkpointer(tmp_path, {"w": np.zeros(1000)}, save=tenuto.every(steps=1), **more) as ckpt:  # type: ignore[arg-type]
+    kept = tenuto.keep.latest(2)
+    with tenuto.Checkpointer(tmp_path, {"w": np.zeros(1000)}, save=tenuto.every(steps=1), keep=kept, **more) as ckpt:  # type: ignore[arg-type]
         for step in ckpt.steps(3):
             ckpt.log(loss=1.0 - step)
     found = tenuto.Repository(tmp_path).report()
     assert found.runs[0].newest is not None and found.runs[0].latest == found.runs[0].checkpoints[-1].id
+    assert found.runs[0].keep == "keep.latest(2)"
     newest = found.runs[0].newest
     assert newest is not None and newest.timing is not None and newest.timing.held_s > 0
     assert found.runs[0].trainer == "finished" and "Time of a save" in found.to_html()
