@@ -323,7 +323,8 @@ def test_what_a_training_records_is_read_as_it_was(parts):
     [
         None, 7, "", "keep", "keep.latest", "keep.latest(0)", "keep.latest(n=3, m=4)", "keep.latest('3')", "latest(3)",
         "keep.latest(3) | 5", "keep.latest(3) + keep.latest(4)", "keep.KeepPolicy()", "keep.math.floor(1)",
-        "keep.latest(__import__('os').getpid())", "(" * 500, "keep.latest(3) | " * 1000, "<Mine object>", "keep.latest(3)\0",
+        "keep.latest(__import__('os').getpid())", "(" * 500, "keep.latest(3) | " * 1000, "<Mine object>",
+        "keep.latest(3)\0",
     ],
 )  # fmt: skip
 def test_what_is_not_a_policy_of_ours_is_none(text):
