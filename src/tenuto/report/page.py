@@ -35,6 +35,8 @@ GENERATOR: Final = '<meta name="generator" content="tenuto report">'
 RUNS_DRAWN: Final = 6
 """Runs with charts: those that saved last. All runs are in the tables."""
 METRICS_DRAWN: Final = 12
+SHOWN: Final = 8
+"""What needs attention and is shown at once; the rest is one click away."""
 COLUMNS: Final = 3
 """Metrics that are columns of the table of checkpoints."""
 DOTS: Final = 60
@@ -93,6 +95,7 @@ def page(report: Report, title: str | None = None) -> str:
         metrics=_columns(report),
         rows=_newest_first(runs),
         most=METRICS_DRAWN,
+        shown=SHOWN,
     )
 
 
@@ -178,9 +181,9 @@ def _tiles(report: Report, ago: Callable[[float | None], str]) -> Iterator[tuple
     if held:
         written = [one.timing.write_s for one in timed if one.timing is not None]
         yield (
-            "A save blocks training for",
+            "Training blocked",
             seconds(float(np.median(held))),
-            f"and writes for {seconds(float(np.median(written)))}",
+            f"for each save; written in {seconds(float(np.median(written)))}",
         )
 
 

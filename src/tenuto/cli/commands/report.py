@@ -35,7 +35,7 @@ def report(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Make a page about runs, checkpoints and what needs attention.
+    """Make a page of runs and what needs attention.
 
     The page is one HTML file that needs no network: what needs attention first, then runs, lines of training, metrics,
     sizes, the cost of saves, and a table of all checkpoints with what keeps each. An earlier report is replaced,
