@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -34,6 +34,8 @@ _COLOURS: Final = {
 _TEXT, _GRID, _FIRST, _SECOND, _THIRD, _DAMAGE, _WARNING, _PAPER = _COLOURS
 _SIZE: Final = (4.9, 2.3)
 """Inches of 72 units: on a narrow phone about one pixel each, so that text keeps its size there."""
+LARGEST: Final = 1e150
+"""What is larger has no place on an axis: the differences of two such numbers may be infinite."""
 _LOOKS: Final[dict[str, dict[str, Any]]] = {
     "first": {"color": _FIRST, "lw": 1.6},
     "second": {"color": _SECOND, "lw": 1.5, "ls": (0, (5, 1.5))},
@@ -77,14 +79,14 @@ def chart(
     matplotlib.
     """
     try:
-        from matplotlib import rc_context
+        from matplotlib import style
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("a report as a page needs matplotlib", hint=install("report")) from None
-    lines = list(lines)
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 12, "path.simplify": False}
-    with rc_context(style), np.errstate(all="ignore"):
+    lines = [replace(line, y=np.where(np.abs(line.y) < LARGEST, line.y, np.nan)) for line in lines]
+    ours: Any = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 12, "path.simplify": False}
+    with style.context(["default", ours]), np.errstate(all="ignore"):
         figure = Figure(figsize=_SIZE, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
@@ -94,8 +96,8 @@ def chart(
             axes.plot(line.x[shown], line.y[shown], **_LOOKS[line.look], solid_joinstyle="round")
         for one in marks:
             on_axis = {"transform": axes.get_xaxis_transform(), "clip_on": False} if one.y is None else {"zorder": 5}
-            y = [0.04] * len(one.x) if one.y is None else one.y
-            axes.plot(one.x, y, ls="none", **_MARKS[one.kind], **on_axis)
+            y = np.full(len(one.x), 0.04) if one.y is None else np.array(one.y, np.float64)
+            axes.plot(one.x, np.where(np.abs(y) < LARGEST, y, np.nan), ls="none", **_MARKS[one.kind], **on_axis)
         out = io.StringIO()
         figure.savefig(
             out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}

@@ -6,11 +6,12 @@ Reads names, manifests, notes, refs and records, and no data file. What is damag
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -44,6 +45,8 @@ _STATES: Mapping[str, State] = {
     "unfinished": "unfinished",
     "closed": "aborted",
 }
+BEFORE: Final = 50
+"""Checkpoints before a line that was left behind with which its values are compared."""
 clock = time.time
 
 
@@ -390,14 +393,18 @@ def _metrics(
 
 
 def lines_of(saves: Sequence[CheckpointReport]) -> Iterator[list[CheckpointReport]]:
-    """Yields the line of training that leads to the latest, and each that was left behind, with what came before it:
-    oldest first. `saves`: of one run, oldest first."""
+    """Yields the line of training that leads to the latest, and each that was left behind with up to BEFORE checkpoints
+    from before it. All are oldest first, and so are `saves`, of one run."""
     line = [one for one in saves if one.on_line]
     yield line
-    behind = [one for one in saves if not one.on_line]
-    for number in sorted({one.id.attempt for one in behind}):
-        own = [one for one in behind if one.id.attempt == number]
-        yield [*(one for one in line if one.id.step < own[0].id.step and one.id.attempt <= number), *own]
+    steps = [one.id.step for one in line]
+    behind: dict[int, list[CheckpointReport]] = {}
+    for one in saves:
+        if not one.on_line:
+            behind.setdefault(one.id.attempt, []).append(one)
+    for number, own in behind.items():
+        end = bisect_left(steps, own[0].id.step)
+        yield [*(one for one in line[max(end - BEFORE, 0) : end] if one.id.attempt <= number), *own]
 
 
 def _trainer(repo: Repo, run: str) -> tuple[Literal["training", "unknown", "finished", "died", "none"], str]:

@@ -39,6 +39,8 @@ SHOWN: Final = 8
 """What needs attention and is shown at once; the rest is one click away."""
 COLUMNS: Final = 3
 """Metrics that are columns of the table of checkpoints."""
+LINES_BEHIND: Final = 20
+"""Lines left behind that a chart has, the newest ones."""
 DOTS: Final = 60
 """Up to so many checkpoints, each is a dot on its line."""
 
@@ -235,7 +237,7 @@ def _health(run: RunReport) -> Iterator[Figure]:
         if there and (name != "nonfinite" or y.any()):
             x = np.array([one.id.step for one in there], np.float64)
             sick = [one.id.step for one in there if one.unhealthy]
-            marks = [*_dots(x, y), *([Marks("nonfinite", sick)] if sick else [])]
+            marks = [*_dots(x, y), *([Marks("nonfinite", _apart(sick))] if sick else [])]
             legend = (("nonfinite", "unhealthy"),) if sick else ()
             svg = chart(f"{run.run} health {name}", [Line(x, y)], marks)
             yield Figure(title, f"latest {_value(float(y[-1]))}", svg, legend)
@@ -252,7 +254,7 @@ def _metric(run: RunReport, metric: MetricReport) -> Figure:
     line, *behind = lines_of(there)
     x, y = _xy(line, name)
     legend = [("first", "leads to the latest")] if behind else []
-    lines = [Line(*_xy(_own(other), name), "behind") for other in behind]
+    lines = [Line(*_xy(_own(other), name), "behind") for other in behind[-LINES_BEHIND:]]
     legend += [("behind", "left behind")] if behind else []
     marks = _dots(x, y)
     latest = [one.id for one in line if one.latest]
@@ -266,7 +268,7 @@ def _metric(run: RunReport, metric: MetricReport) -> Figure:
             marks.append(Marks(kind, [one[0] for one in points], [one[1] for one in points]))
             legend.append((kind, words))
     if metric.nonfinite:
-        marks.append(Marks("nonfinite", [id.step for id in metric.nonfinite]))
+        marks.append(Marks("nonfinite", _apart([id.step for id in metric.nonfinite])))
         legend.append(("nonfinite", "not a finite number"))
     summary = [f"latest {_value(line[-1].metrics[name])}"] if line else []
     if metric.best in at:
@@ -279,6 +281,16 @@ def _own(line: Sequence[CheckpointReport]) -> list[CheckpointReport]:
     """Returns what was left behind of a line, and the checkpoint before it, where the lines part."""
     first = next(place for place, one in enumerate(line) if not one.on_line)
     return list(line[max(first - 1, 0) :])
+
+
+def _apart(steps: Sequence[int]) -> list[int]:
+    """Returns those of many steps that can be told apart on a chart."""
+    apart = (max(steps) - min(steps)) / 150
+    kept: list[int] = []
+    for step in sorted(steps):
+        if not kept or step - kept[-1] > apart:
+            kept.append(step)
+    return kept
 
 
 def _xy(saves: Sequence[CheckpointReport], name: str) -> tuple[Numbers, Numbers]:

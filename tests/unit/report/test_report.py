@@ -209,6 +209,34 @@ def test_nothing_in_a_repository_becomes_markup(tmp_path: Path) -> None:
     assert page.count("<script>") == 1 and "&lt;script&gt;alert" in page
 
 
+def test_metrics_of_any_values_are_drawn(tmp_path: Path) -> None:
+    made, largest = Made(tmp_path), 1.7e308
+    odd = {
+        step: {
+            "huge": largest * (-1) ** step,
+            "never finite": float("nan") if step % 2 else float("inf"),
+            "tiny": 5e-324 * step,
+            **({"once": 1.0} if step == 3 else {}),
+            "$x_1^{": 1.0,
+        }
+        for step in range(1, 20)
+    }
+    made.save("gpt", odd, metrics=odd)  # type: ignore[arg-type]
+    made.save("one", [2**50], metrics={2**50: {"huge": 0.0}})
+    made.save("none", [0], metrics={0: {}})
+    page = made.report().to_html()
+    assert page.count("<figure>") == 7 + 2 + 3 + 2 + 2 + 2
+    assert "never finite" in page and "$x_1^{" in page
+
+
+def test_a_style_of_the_users_changes_no_page(seen: Report) -> None:
+    import matplotlib
+
+    before = seen.to_html()
+    with matplotlib.rc_context({"lines.linewidth": 9, "axes.facecolor": "red", "text.usetex": True}):
+        assert seen.to_html() == before
+
+
 def test_a_page_names_nothing_to_fetch(seen: Report) -> None:
     page = seen.to_html()
     assert "http://" not in page.replace("http://www.w3.org/", "") and "https://" not in page
