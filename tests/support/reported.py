@@ -24,6 +24,7 @@ from tenuto.repo.refs import put_ref
 from tenuto.repo.repository import Repo
 from tenuto.report import facts
 from tenuto.state.encode.flattener import flatten
+from tenuto.store.contract import Store
 from tenuto.store.registry import open_store
 
 BEGIN = datetime(2030, 1, 2, 3, 4, tzinfo=UTC)
@@ -35,7 +36,7 @@ CERTIFICATE = {"verdict": "no known gap", "modes": {"val_loss": "min"}}
 class Made:
     """A repository whose clock stands where its last save left it."""
 
-    where: Path
+    where: Path | Store
     now: datetime = BEGIN
     every: timedelta = timedelta(minutes=10)
     attempts: list[Attempt] = field(default_factory=list)
@@ -43,7 +44,7 @@ class Made:
     repo: Repo = field(init=False)
 
     def __post_init__(self) -> None:
-        self.repo = Repo.create_or_open(open_store(self.where))
+        self.repo = Repo.create_or_open(open_store(self.where) if isinstance(self.where, Path) else self.where)
 
     @contextmanager
     def clock(self) -> Iterator[None]:
@@ -114,5 +115,6 @@ def eventful(where: Path, name: str = "loss") -> Made:
 
 def cut(made: Made, id: CheckpointId) -> None:
     """Cuts the checkpoint's data file, as a full disk would."""
+    assert isinstance(made.where, Path)
     pack = made.where / id.directory / "rank-00000.safetensors"
     pack.write_bytes(pack.read_bytes()[:100])

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 
-from tenuto.errors import CorruptionError, RunNotFound, did_you_mean, typed
+from tenuto.concurrency.worker_threads import parallel_for
+from tenuto.engine.read.chunk_reader import threads_for
+from tenuto.errors import CorruptionError, RunNotFound, TenutoError, did_you_mean, typed
 from tenuto.maintenance.census import Census, SaveDirectory, census_of, classify_all, list_names
 from tenuto.maintenance.facts import gather_facts, seconds_of
 from tenuto.model.exactness import Exactness, exactness
@@ -33,6 +37,7 @@ from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
 from tenuto.report.series import spikes
+from tenuto.units import count
 from tenuto.version import __version__
 
 State = Literal["committed", "damaged", "unfinished", "aborted"]
@@ -45,6 +50,8 @@ _STATES: Mapping[str, State] = {
     "unfinished": "unfinished",
     "closed": "aborted",
 }
+MANY: Final = 500
+"""From so many saves on, reading them is announced."""
 BEFORE: Final = 50
 """Checkpoints before a line that was left behind with which its values are compared."""
 clock = time.time
@@ -193,14 +200,19 @@ class Report:
         return write(Path(path), self.to_html(title=title))
 
 
-def report(repo: Repo, runs: Sequence[str] | None = None) -> Report:
-    """Returns the report of all runs, or of those named. Raises RunNotFound, with the names that there are."""
+def report(
+    repo: Repo, runs: Sequence[str] | None = None, *, progress: Callable[[str], None] = lambda text: None
+) -> Report:
+    """Returns the report of all runs, or of those named. Raises RunNotFound, with the names that there are. progress:
+    gets a line where it will take a while."""
     from tenuto.report.attention import of_repository, of_run
 
     made_s, there = clock(), repo.runs()
     chosen = there if runs is None else [_existing(repo, run_key(run), there) for run in dict.fromkeys(runs)]
     census = list_names(repo)
     saves = [save for save in census.saves.values() if save.id.run in chosen]
+    if len(saves) >= MANY:
+        progress(f"reading {count(len(saves), 'checkpoint')}")
     classify_all(repo, saves)
     try:
         refs: list[Ref] | None = list_refs(repo)
@@ -247,6 +259,11 @@ def _own(save: SaveDirectory) -> int:
 
 def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) -> RunReport:
     run = snapshot.run
+    if repo.store.capabilities.remote:
+        ids = [
+            CheckpointId(run, number, step) for number in snapshot.attempts(run) for step in snapshot.steps(run, number)
+        ]
+        parallel_for(partial(_read_ahead, snapshot), ids, threads_for(repo).read)
     newest = latest(repo, run)
     saves = sorted(
         (save for save in census.saves.values() if save.id.run == run and save.state in _STATES),
@@ -302,6 +319,12 @@ def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) ->
         usual_s=_usual_s(checkpoints),
         keep="" if policy is None else repr(policy),
     )
+
+
+def _read_ahead(snapshot: Snapshot, id: CheckpointId) -> None:
+    """Reads a manifest's facts before they are needed. What is wrong with it shows where it is used."""
+    with suppress(TenutoError):
+        snapshot.exists(id)
 
 
 def _checkpoint(

@@ -21,6 +21,7 @@ from tenuto.repo.refs import put_ref
 from tenuto.repo.unfinished import abort
 from tenuto.report.facts import CheckpointReport, Report
 from tenuto.report.lineage import drawing, events
+from tenuto.testing.object_store import Bucket, SimulatedObjectStore
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +192,22 @@ def test_of_a_training_it_has_the_recorded_timings(tmp_path: Path, more: dict[st
     newest = found.runs[0].newest
     assert newest is not None and newest.timing is not None and newest.timing.held_s > 0
     assert found.runs[0].trainer == "finished" and "Time of a save" in found.to_html()
+
+
+def test_of_an_object_store_it_reads_small_objects_alone(tmp_path: Path) -> None:
+    bucket = Bucket()
+    made, local = Made(SimulatedObjectStore(bucket)), Made(tmp_path)
+    for one in (made, local):
+        one.note(one.save("gpt", range(1, 21)), "verified")
+    bucket.forget()
+    found = made.report()
+    assert replace(found.runs[0], saves=()) == replace(local.report().runs[0], saves=())
+    assert [one.kept for one in found.runs[0].saves] == [one.kept for one in local.report().runs[0].saves]
+    assert bucket.counts()["get"] < 5 * 20 and not any(name.endswith(".safetensors") for name in read_from(bucket))
+
+
+def read_from(bucket: Bucket) -> list[str]:
+    return [request.name for request in bucket.requests if request.verb == "get"]
 
 
 def test_as_json_it_is_the_same_tree(seen: Report) -> None:

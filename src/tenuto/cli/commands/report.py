@@ -47,7 +47,7 @@ def report(
     from tenuto.units import size
 
     repo = repository(where)
-    found = gather(repo, run)
+    found = gather(repo, run, progress=output.story)
     if json:
         output.document("report", asdict(found))
         return
