@@ -28,6 +28,8 @@ from tenuto.store.contract import Store
 from tenuto.store.registry import open_store
 
 BEGIN = datetime(2030, 1, 2, 3, 4, tzinfo=UTC)
+LONG = "x" * 95
+"""A tag that fits no screen."""
 TIMING = {"look_s": 0.0004, "wait_s": 0.01, "capture_s": 0.034, "write_s": 2.1, "commit_s": 0.012}
 CERTIFICATE = {"verdict": "no known gap", "modes": {"val_loss": "min"}}
 
@@ -108,6 +110,7 @@ def eventful(where: Path, name: str = "loss") -> Made:
     made.save("small", range(51, 56), CheckpointId("gpt", 3, 50), metrics=usual)
     made.note(CheckpointId("gpt", 3, 60), "verified")
     put_ref(made.repo, "tag", "best-yet", CheckpointId("gpt", 1, 20))
+    put_ref(made.repo, "tag", LONG, CheckpointId("small", 1, 51))
     put_ref(made.repo, "pin", "paper", CheckpointId("gpt", 1, 10))
     cut(made, CheckpointId("gpt", 1, 5))
     return made

@@ -23,7 +23,9 @@ LEFT_BEHIND: Final = 6
 """Of a run's lines that were left behind, how many of the newest are drawn."""
 APART: Final = 0.7
 """Checkpoints that lie closer than this share of the width (in per cent) are one dot."""
-_TOP, _TRACK, _BRANCH = 38, 26, 22
+LABELS_APART: Final = 16.0
+"""The same for tags whose names are written there; all are in the words below."""
+_TOP, _TRACK, _BRANCH = 44, 24, 22
 """Pixels above a run's line for its name, below it, and for each line that was left behind."""
 _LEFT, _RIGHT = 2.0, 96.0
 
@@ -81,7 +83,7 @@ def drawing(runs: Sequence[RunReport]) -> Drawing | None:
     for run in _parents_first(runs):
         y += _TOP
         attempts = len({one.id.attempt for one in run.checkpoints})
-        names.append((run.run, f"{count(len(run.checkpoints), 'checkpoint')}, {count(attempts, 'attempt')}", y - 20))
+        names.append((run.run, f"{count(len(run.checkpoints), 'checkpoint')}, {count(attempts, 'attempt')}", y - 26))
         tracks[run.run] = y
         behind = 0
         for stretch in _stretches(run):
@@ -166,7 +168,7 @@ def _parent(run: RunReport, stretch: Sequence[CheckpointReport]) -> CheckpointId
 
 
 def _marks(stretch: Sequence[CheckpointReport], x: Callable[[int], float], y: float) -> Iterator[Mark]:
-    last = -100.0
+    last = labelled = -100.0
     for one in stretch:
         at, what = x(one.id.step), str(one.id)
         if one.damaged:
@@ -174,7 +176,9 @@ def _marks(stretch: Sequence[CheckpointReport], x: Callable[[int], float], y: fl
         elif one.latest:
             yield Mark(at, y, "latest", "", f"{what}: latest")
         elif one.tags:
-            yield Mark(at, y, "tagged", ", ".join(one.tags), f"{what}: tagged {', '.join(one.tags)}")
+            text = ", ".join(one.tags) if at - labelled >= LABELS_APART else ""
+            labelled = at if text else labelled
+            yield Mark(at, y, "tagged", text, f"{what}: tagged {', '.join(one.tags)}")
         elif at - last >= APART:
             yield Mark(at, y, "dot" if one.on_line else "left", "", what)
             last = at

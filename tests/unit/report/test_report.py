@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tenuto
-from support.reported import CERTIFICATE, Made, cut, eventful
+from support.reported import CERTIFICATE, LONG, Made, cut, eventful
 from tenuto.cli.console.output import jsonable
 from tenuto.errors import MissingExtra, RunNotFound, UsageError
 from tenuto.model.ids import CheckpointId
@@ -309,7 +309,7 @@ def test_lines_are_drawn_where_they_part(seen: Report) -> None:
     assert all(0 <= x <= 100 for one in found.segments for x in (one.x1, one.x2))
     assert all(0 <= y <= found.height for one in found.segments for y in (one.y1, one.y2))
     shapes = [one.shape for one in found.marks]
-    assert shapes.count("latest") == 2 and shapes.count("damaged") == 1 and shapes.count("tagged") == 1
+    assert shapes.count("latest") == 2 and shapes.count("damaged") == 1 and shapes.count("tagged") == 2
     assert [name for name, _, _ in found.names] == ["gpt", "small"], "a fork stands below what it was forked from"
     assert drawing(seen.runs[::-1]) == found
 
@@ -319,5 +319,6 @@ def test_the_same_stands_there_in_words(seen: Report) -> None:
         "Run gpt went back to step 34 from step 40 of attempt 2: 6 checkpoints left behind.",
         "Tags of run gpt: best-yet is step 20.",
         "Run small was forked from run gpt at step 50.",
+        f"Tags of run small: {LONG} is step 51.",
     ]
     assert drawing(()) is None
