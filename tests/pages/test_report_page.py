@@ -54,6 +54,14 @@ def test_what_needs_attention_stands_on_top(look: Look) -> None:
     assert "step 5" in page.get_by_label("What needs attention").inner_text()
 
 
+def test_an_old_page_says_so(look: Look) -> None:
+    page = look()
+    assert not page.get_by_text("make it again").is_visible()
+    page.clock.set_fixed_time("2030-01-10T12:00:00Z")
+    page.reload()
+    assert "days old" in page.get_by_text("make it again").inner_text()
+
+
 def test_the_theme_follows_the_system_until_it_is_chosen(look: Look) -> None:
     colour = "getComputedStyle(document.body).backgroundColor"
     light, dark = look().evaluate(colour), look(color_scheme="dark").evaluate(colour)

@@ -340,6 +340,7 @@ def _checkpoint(
     on_line: bool,
 ) -> CheckpointReport:
     manifest, cut = save.manifest, _cut(repo, save)
+    elsewhere = manifest.stored_bytes if manifest is not None and places_of(repo.store) is not None else 0
     checked, checked_s = _checked(notes)
     by_kind = {kind: tuple(ref.name for ref in refs if ref.kind == kind) for kind in ("tag", "pin", "hold")}
     health: Any = getattr(manifest, "health", None)  # manifests of this version have none
@@ -349,7 +350,7 @@ def _checkpoint(
         message=cut or save.message,
         created_s=seconds_of(manifest.created) if manifest else None,
         logical=manifest.bytes if manifest else 0,
-        stored=_own(save),
+        stored=max(_own(save), elsewhere),
         on_line=on_line,
         latest=save.id == newest,
         parent=manifest.parent if manifest else None,
