@@ -282,7 +282,12 @@ def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) ->
     verdicts = {} if policy is None else {one.id: one for one in policy.decide(facts)}
     on_line = {one.id for one in facts if one.walk is not None}
     measured = [
-        Measured(id, with_notes(save.manifest.metrics, notes[id]), _checked(notes[id])[0] == "suspect", modes[id])
+        Measured(
+            id,
+            with_notes(save.manifest.metrics, notes[id]),
+            suspect=_checked(notes[id])[0] == "suspect" or bool(_health(save.manifest).get("leaves")),
+            modes=modes[id],
+        )
         for save in saves
         if save.state == "committed" and save.manifest is not None and (id := save.id)
     ]
@@ -343,7 +348,6 @@ def _checkpoint(
     elsewhere = manifest.stored_bytes if manifest is not None and places_of(repo.store) is not None else 0
     checked, checked_s = _checked(notes)
     by_kind = {kind: tuple(ref.name for ref in refs if ref.kind == kind) for kind in ("tag", "pin", "hold")}
-    health: Any = getattr(manifest, "health", None)  # manifests of this version have none
     return CheckpointReport(
         id=save.id,
         state="damaged" if cut else _STATES[save.state],
@@ -365,8 +369,13 @@ def _checkpoint(
         goes="" if keeps else "; ".join(kept),
         verdict=exactness(manifest.certificate) if manifest else None,
         timing=Timing.read(manifest.environment.get("timing"), manifest.bytes) if manifest else None,
-        health={} if health is None else health.to_json(),
+        health=_health(manifest),
     )
+
+
+def _health(manifest: Manifest | None) -> dict[str, Json]:
+    found: Any = getattr(manifest, "health", None)  # manifests of this version have none
+    return {} if found is None else dict(found.to_json())
 
 
 def _age(manifest: Manifest) -> CheckpointId:
