@@ -106,7 +106,8 @@ def _values(run: RunReport, where: str) -> Iterator[Attention]:
         yield Attention("note", f"a spike in {names} at {steps}", run.run, show)
     sick = [one for one in recent.values() if one.unhealthy]
     if sick:
-        text = f"NaN or infinity in the state of {count(len(sick), 'checkpoint')}: {_steps(sick)}"
+        paths = ", ".join(map(str, sick[-1].health.get("paths", ())[:3]))
+        text = f"NaN or infinity in the state of {count(len(sick), 'checkpoint')} ({paths}): {_steps(sick)}"
         yield Attention("damage", text, run.run, show)
 
 
