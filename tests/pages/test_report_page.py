@@ -96,6 +96,8 @@ def test_the_table_is_searched_and_filtered(look: Look) -> None:
     assert len(shown(page)) == 71
     page.get_by_label("Search checkpoints").fill("best-yet")
     assert shown(page) == ["gpt/a0001/20"]
+    page.get_by_label("Search checkpoints").fill("best val_loss gpt")
+    assert shown(page) == ["gpt/a0003/60"]
     page.get_by_label("Search checkpoints").fill("")
     page.get_by_label("Run").select_option("small")
     assert len(shown(page)) == 5 and page.get_by_role("status").inner_text() == "5 of 71"

@@ -163,6 +163,7 @@ def repositories(place: Path) -> None:
     assert_type(repository.tags(), dict[str, CheckpointId])
     assert_type(repository.tag("baseline", step=3), CheckpointId)
     assert_type(repository.untag("baseline"), CheckpointId | None)
+    assert_type(repository.report(["gpt"]).to_html(title="Ours"), str)
 
 
 def places(state: dict[str, int], directory: Path) -> None:
