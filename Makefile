@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-long test-stores test-trainers lint format reference docs bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
+.PHONY: setup demo test test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
 
 # Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,7 +23,7 @@ demo: setup
 
 # One thread of torch's for each of many small processes. Three workers on two cores: much of the time a test waits for processes.
 # A file is one worker's, which sets up its fixtures once; tests/conftest.py says which begin first.
-test test-long test-stores test-trainers: export OMP_NUM_THREADS = 1
+test test-long test-stores test-trainers test-pages: export OMP_NUM_THREADS = 1
 # The tests' directories lie in memory where 4 GiB of that are free: each save is flushed, and what a disk makes of that few
 # tests ask (they take theirs elsewhere), and `make test-long`.
 test: export PYTEST_DEBUG_TEMPROOT = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -ge 4194304 2>/dev/null && echo /dev/shm)
@@ -46,6 +46,12 @@ test-stores: setup
 test-trainers: setup
 	$(BIN)/python tests/trainers/install.py $(TRAINERS)
 	$(BIN)/python tests/trainers/run.py $(TRAINERS)
+
+# In a Chromium below build/browsers: playwright's own, else Debian's. Where a machine can have neither the tests are skipped
+# by name, as in `make test` before this, but with TENUTO_PAGES_REQUIRED=1 they fail.
+test-pages: setup
+	PYTHONPATH=tests $(BIN)/python -m pages.install
+	$(BIN)/python -m pytest tests/pages
 
 lint: setup
 	$(BIN)/ruff check .

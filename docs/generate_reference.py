@@ -68,7 +68,7 @@ HIDDEN = {
     "RankTimings.__init__", "RankTimings.of", "RankTimings.of_parts", "RankTimings.read", "RankTimings.to_json",
     "Repository.manifest", "Repository.notes", "Restored.__init__", "Restored.of",
     "Save.__init__", "Save.begin", "Save.end", "Save.moved_s", "Save.moves", "Save.stuck", "Save.wait_behind",
-    "keep.protections",
+    "keep.protections", "keep.recorded",
     "SharedFiles.is_coordinator", "SharedFiles.kv_store", "Solo.__init__", "Solo.kv_store",
     "telemetry.JsonLines.emit", "telemetry.LogSink.emit", "telemetry.ProgressBar.emit",
     "Tiers.home_tier", "Tiers.slower", "Stats.__init__", "Timing.__init__", "Timing.read", "Timing.to_json",

@@ -28,6 +28,7 @@ from tenuto.repo.ownership import claim as claims
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.refs import put_ref
 from tenuto.repo.repository import Repo
+from tenuto.report import facts as report
 from tenuto.state.encode.flattener import flatten
 from tenuto.store.local.store import LocalStore
 from tenuto.store.registry import open_store
@@ -90,7 +91,7 @@ def fixed_identity() -> Iterator[None]:
 
 def show_fixed_places(real: Path) -> None:
     """For a child that prints: stores lie below PLACE, as far as anyone is told, and it is the next morning."""
-    ages.clock = status.clock = (BEGIN + timedelta(hours=9)).timestamp
+    ages.clock = status.clock = report.clock = (BEGIN + timedelta(hours=9)).timestamp
     LocalStore.url = property(lambda store: store.root.replace(str(real), PLACE))  # type: ignore[assignment]
 
 

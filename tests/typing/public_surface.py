@@ -195,6 +195,7 @@ def repositories(place: Path) -> None:
     assert_type(repository.plan_repair(sources=["/backup"]).lost, tuple[CheckpointId, ...])
     assert_type(repository.repair(steps=[500]).ok, bool)
     assert_type(repository.salvage("whole.safetensors", step=500).leaves, int)
+    assert_type(repository.report(["gpt"]).to_html(title="Ours"), str)
 
 
 def places(state: dict[str, int], directory: Path) -> None:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from tenuto.maintenance.status import Status
     from tenuto.maintenance.verify import VerifyReport
     from tenuto.policy.spikes import Spike
+    from tenuto.report.facts import Report
 
 
 LONGEST: Final = 10_000
@@ -694,6 +695,17 @@ class Repository:
         from tenuto.maintenance.status import status
 
         return status(self.repo, run=run, newest=newest)
+
+    def report(self, runs: Sequence[str] | None = None) -> Report:
+        """Returns what there is to know of all runs, or of those named: their checkpoints and lines of training,
+        metrics and what stands out in them, sizes, the cost of saves, what was verified, and what needs attention.
+
+        `report().write("report.html")` makes a page of it. Reads names, manifests and notes, and no data file. Raises
+        RunNotFound.
+        """
+        from tenuto.report.facts import report
+
+        return report(self.repo, runs)
 
     def __repr__(self) -> str:
         return f"Repository({self.url!r})"

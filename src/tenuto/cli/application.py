@@ -51,6 +51,8 @@ MEANT = {
     "adopt": ("import",),
     "best": ("ls",),
     "settings": ("config",),
+    "dashboard": ("report",),
+    "html": ("report",),
 }
 """What people type whose other tools call it so."""
 

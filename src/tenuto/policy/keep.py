@@ -8,16 +8,19 @@ else.
 
 from __future__ import annotations
 
+import ast
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Final, Literal, final
 
 from tenuto.errors import UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.numbers import duration, metric_name, min_or_max, whole_number
 
+KEEP: Final = "keep"
+"""The key of a certificate under which a training records its policy, as text."""
 LEFT_BEHIND = "on a line of training that was left behind"
 
 
@@ -401,6 +404,29 @@ def all() -> KeepPolicy:
     return All()
 
 
+def recorded(certificate: Mapping[str, object]) -> KeepPolicy | None:
+    """Returns the policy of the training that wrote a certificate; None if it records none, or one of its own.
+
+    The text is read, not run: it may call the functions of this module, with plain values.
+    """
+    text = certificate.get(KEEP)
+    try:
+        return _read(ast.parse(text, mode="eval").body) if isinstance(text, str) and len(text) <= 2000 else None
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, UsageError):
+        return None
+
+
+def _read(node: ast.expr) -> KeepPolicy:
+    match node:
+        case ast.BinOp(left, ast.BitOr(), right):
+            return _read(left) | _read(right)
+        case ast.Call(ast.Attribute(ast.Name("keep"), name), arguments, keywords) if name in _READABLE:
+            values = {one.arg: ast.literal_eval(one.value) for one in keywords if one.arg is not None}
+            return _READABLE[name](*map(ast.literal_eval, arguments), **values)
+        case _:
+            raise ValueError("not a policy of this module")
+
+
 @dataclass(frozen=True, slots=True)
 class All(KeepPolicy):
     def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
@@ -518,3 +544,14 @@ def _ordinal(number: int) -> str:
     if number % 100 in (11, 12, 13):
         return f"{number}th"
     return f"{number}{({1: 'st', 2: 'nd', 3: 'rd'}).get(number % 10, 'th')}"
+
+
+_READABLE: Final[Mapping[str, Callable[..., KeepPolicy]]] = {
+    "latest": latest,
+    "best": best,
+    "every": every,
+    "daily": daily,
+    "weekly": weekly,
+    "within": within,
+    "all": all,
+}

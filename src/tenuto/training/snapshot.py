@@ -20,6 +20,7 @@ from tenuto.model.exactness import judged
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
+from tenuto.policy.keep import KEEP
 from tenuto.repo.best import MODES
 from tenuto.state.contract import Flattened
 from tenuto.state.declarations import Late
@@ -287,14 +288,17 @@ class Snapshots:
         self,
         state: Mapping[str, Any],
         position: TrainingPosition,
-        *,
         watched: Mapping[str, str] | None = None,
         modes: Mapping[str, str] | None = None,
+        *,
+        keep: str = "",
     ) -> None:
         """`watched`: the metrics that policies read, and which do; the certificate lists them, so that one that was
-        never logged shows there. `modes`: in which direction those improve, where a policy says so."""
+        never logged shows there. `modes`: in which direction those improve, where a policy says so. `keep`: the policy
+        that retention follows, as text."""
         self.state = state
-        self._policies = {name: dict(found) for name, found in (("watches", watched), (MODES, modes)) if found}
+        by_metric = {name: dict(found) for name, found in (("watches", watched), (MODES, modes)) if found}
+        self._policies: dict[str, Json] = {**by_metric, **({KEEP: keep} if keep else {})}
         self._position = position
         self._private: dict[str, Any] = {}
         self._flattener = Flattener(state, private=self._private, rank=position.rank)

@@ -113,7 +113,7 @@ class TrainingSession:
         fresh_start.opened(repo.url)
         with leave_on_error(group):
             position = TrainingPosition(data, ranks.rank, ranks.world_size)
-            snapshots = Snapshots(state, position, watched=settings.watched, modes=settings.modes)
+            snapshots = Snapshots(state, position, settings.watched, settings.modes, keep=repr(settings.keep))
             saving = RunSaver(repo, settings, emitter, group)
             tier = saving.memory.tier if saving.memory is not None else None
             claiming = RunClaim(repo, settings, state, position, emitter=emitter, group=group, memory=tier)

@@ -302,3 +302,30 @@ def test_milestones_are_written_as_one_writes_them():
     policy = keep.daily() | keep.daily(7) | keep.weekly(2) | keep.within(days=0.5)
     assert repr(policy) == "keep.daily() | keep.daily(7) | keep.weekly(2) | keep.within(days=0.5)"
     assert eval(repr(policy)) == policy
+
+
+everything = st.one_of(
+    latest_policies, best_policies, milestones, st.builds(keep.within, days=st.floats(0.01, 1e4)), st.just(keep.all()),
+    st.builds(keep.daily, st.none() | counts), st.builds(keep.weekly, counts),
+)  # fmt: skip
+
+
+@given(st.lists(everything, min_size=1, max_size=4))
+def test_what_a_training_records_is_read_as_it_was(parts):
+    policy = parts[0]
+    for part in parts[1:]:
+        policy = policy | part
+    assert repr(keep.recorded({"keep": repr(policy)})) == repr(policy)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None, 7, "", "keep", "keep.latest", "keep.latest(0)", "keep.latest(n=3, m=4)", "keep.latest('3')", "latest(3)",
+        "keep.latest(3) | 5", "keep.latest(3) + keep.latest(4)", "keep.KeepPolicy()", "keep.math.floor(1)",
+        "keep.latest(__import__('os').getpid())", "(" * 500, "keep.latest(3) | " * 1000, "<Mine object>",
+        "keep.latest(3)\0",
+    ],
+)  # fmt: skip
+def test_what_is_not_a_policy_of_ours_is_none(text):
+    assert keep.recorded({} if text is None else {"keep": text}) is None

@@ -38,7 +38,7 @@ def run(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Run a training, and start it again when it dies or hangs.
+    """Run a training, and restart it when it dies or hangs.
 
     The command is watched by its own steps, as its Checkpointer counts them, and by its end. A restart resumes as the
     script does, from memory or the newest checkpoint. Signals are passed on, and after one that asks to leave it is not

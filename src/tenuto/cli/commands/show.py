@@ -29,7 +29,7 @@ EXAMPLES = examples(
 )
 CERTIFICATE = (
     *("verdict", "proof", "reasons", "unknown", "caveats", "at_other_ranks", "covers", "leaves_out"),
-    *("code", "versions", "settings"),
+    *("code", "versions", "settings", "keep"),
 )
 NOT_SHOWN = frozenset({"exact", "uncounted", "watches", "modes"})
 """What the certificate says again for machines, or another row says."""

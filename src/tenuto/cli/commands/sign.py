@@ -28,7 +28,7 @@ def sign(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Sign every byte of a checkpoint, so that others know whose it is.
+    """Sign every byte of a checkpoint, to show whose it is.
 
     The signature is a note beside the checkpoint, which needs permission to write. It hides nothing: anybody can read
     the checkpoint as before, and who has your public key can check that no byte of it was changed.

@@ -39,7 +39,7 @@ def simulate(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Find out what failures will cost a long training on many machines.
+    """Find out what failures cost on many machines.
 
     Simulates it failure by failure: work, saves, what is lost, and restarts. Take the times from `tenuto bench` and
     your own training's `stats`. The effective training time ratio is useful work per time.

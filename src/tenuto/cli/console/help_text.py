@@ -43,7 +43,7 @@ EXIT_CODES: Final[dict[int, str]] = {
 
 
 GROUPS: Final[Mapping[str, Sequence[str]]] = {
-    "look": ("ls", "log", "show", "status", "du", "config"),
+    "look": ("ls", "log", "show", "status", "du", "report", "config"),
     "compare": ("diff", "compare", "bisect"),
     "prove": ("verify", "scrub", "repair", "drill", "certify"),
     "keep": ("tag", "pin", "note", "keep", "rm", "undelete", "gc"),
