@@ -10,7 +10,7 @@ from tenuto.errors import CheckpointNotFound
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import CheckpointFacts
 from tenuto.repo.bases import forks_besides
-from tenuto.repo.catalog import Catalog, Snapshot
+from tenuto.repo.catalog import Catalog, CatalogEntry, Snapshot
 from tenuto.repo.lineage import walk
 from tenuto.repo.notes import verification_of, with_notes
 from tenuto.repo.refs import Ref, list_refs
@@ -68,9 +68,18 @@ def gather_facts(
             held=any(ref.kind == "hold" for ref in named),
             copied_to=copying.get(id, ""),
             needed_by=tuple(needed.get(id, ())),
+            bytes=0 if entry is None else entry.bytes,
+            bases=() if entry is None else entry.bases,
+            forked_from=_other_run(run, entry),
         )
         found.append(facts)
     return found
+
+
+def _other_run(run: str, entry: CatalogEntry | None) -> str:
+    """Returns the run that a checkpoint's attempt has forked; empty where it began in its own."""
+    parent = None if entry is None else entry.parent
+    return "" if parent is None or parent.run == run else parent.run
 
 
 def lines_left_behind(repo: Repo, run: str, facts: Iterable[CheckpointFacts]) -> Iterator[list[CheckpointFacts]]:

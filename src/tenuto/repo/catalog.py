@@ -55,7 +55,7 @@ class CatalogEntry:
 
     length, digest: of the manifest object. bytes: of its own packs. ranks: how many indexes it names. files: what its
     save said that it would write, where this process saved it; empty where another did. bases: the checkpoints on whose
-    packs it rests.
+    packs it rests. parent: what its attempt began from.
     """
 
     length: int
@@ -66,6 +66,7 @@ class CatalogEntry:
     metrics: Mapping[str, float]
     files: tuple[str, ...] = ()
     bases: tuple[CheckpointId, ...] = ()
+    parent: CheckpointId | None = None
 
 
 @dataclass(slots=True)
@@ -189,6 +190,7 @@ def _entry_of(manifest: Manifest, data: bytes) -> CatalogEntry:
         created=manifest.created,
         metrics=dict(manifest.metrics),
         bases=manifest.bases,
+        parent=manifest.parent,
     )
 
 
