@@ -413,7 +413,8 @@ def limit(
 
     What goes first: the oldest of the milestones and of what else is kept by age; then the oldest of `latest`; then the
     worst of `best`. What is never removed counts, and stays even where it alone is more than the budget, which is a
-    warning. So does what one of those rests on: removing that would free nothing. What lies in the trash is not counted.
+    warning. So does what one of those rests on: removing that would free nothing. What lies in the trash is not
+    counted.
     """
     from tenuto.policy.budget import Limit, budget_of
 
