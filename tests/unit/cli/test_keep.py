@@ -137,7 +137,22 @@ def test_best_without_a_mode_goes_by_the_one_that_training_recorded(cli, tmp_pat
 
 
 def test_keep_by_the_calendar_and_within_a_budget(cli, made):
-    options = "--latest 1 --best 1:loss --hourly 24 --monthly 12 --yearly 10 --within 36h --after attempt".split()
+    options = [
+        "--latest",
+        "1",
+        "--best",
+        "1:loss",
+        "--hourly",
+        "24",
+        "--monthly",
+        "12",
+        "--yearly",
+        "10",
+        "--within",
+        "36h",
+        "--after",
+        "attempt",
+    ]
     status, out, err = cli("keep", made, "--run", "gpt", *options, "--budget", "700KiB", "--dry-run", "--json")
     found = json.loads(out)
     assert (status, err, found["warnings"]) == (0, "", [])
