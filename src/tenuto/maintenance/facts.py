@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from types import MappingProxyType
 
 from tenuto.errors import CheckpointNotFound
 from tenuto.model.ids import CheckpointId
+from tenuto.model.sizes import seconds_of
 from tenuto.policy.keep import CheckpointFacts
 from tenuto.repo.bases import forks_besides
 from tenuto.repo.catalog import Catalog, CatalogEntry, Snapshot
@@ -90,15 +90,6 @@ def lines_left_behind(repo: Repo, run: str, facts: Iterable[CheckpointFacts]) ->
         if newest in left:
             line = [id for id in walk(repo, run, below=newest.attempt + 1) if id in left]
             yield [left.pop(id) for id in line]
-
-
-def seconds_of(created: str) -> float | None:
-    """Converts a time as in manifests to seconds since 1970; None for anything else."""
-    try:
-        when = datetime.fromisoformat(created)
-        return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 def relied_on(

@@ -14,11 +14,11 @@ from tenuto.concurrency.deadlines import within
 from tenuto.errors import CheckpointNotFound, DeadlineExceeded, OwnershipError, StoreError, in_words
 from tenuto.events import Emitter, TierLag, TierSkipped
 from tenuto.maintenance import tier_copies
-from tenuto.maintenance.facts import seconds_of
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.retention import execute, plan_retention
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
+from tenuto.model.sizes import seconds_of
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Moment, SaveHistory
 from tenuto.repo.bases import rests_on
