@@ -197,6 +197,11 @@ class Query:
         reader = _Reader(text)
         return cls(text, reader.node, tuple(reader.used))
 
+    def of_run(self, run: str) -> Query:
+        """Returns the same of one run alone."""
+        only = _Compare(_Name("run", "text", 1), "=", _Constant(run.casefold()))
+        return Query(self.text, _Several(False, (self._node, only)), self._used)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The fields and metrics that it looks at, each once, in the order of the text."""

@@ -120,7 +120,7 @@ class PlainCommand(TyperCommand):
             options.append((", ".join(names), text))
         common = ("--json, --debug", "One JSON document on stdout; an error's origin.")
         rows = [*arguments, *options, common]
-        wide = min(max(len(name) for name, _ in rows if ", --" not in name), _WIDEST)
+        wide = min(max(len(name) for name, _ in rows if name.count("--") <= 2), _WIDEST)
         return [line for name, text in rows for line in _row(name, text, wide, width)]
 
 
