@@ -162,7 +162,7 @@ def _query(
     order = None if sort is None else Order.parse(sort)
     rows = query(repo, where, order, limit, refresh=refresh, report=output.story)
     if as_json:
-        found = [row.json() for row in rows]
+        found = [{**row.json(), "age_s": age_s(row.created)} for row in rows]
         output.document("ls", {"where": repo.url, "repository": repo.id, "condition": condition, "checkpoints": found})
         return
     print_rows(rows, [*([order.name] if order else []), *where.metrics])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tenuto.cli.console import output
 from tenuto.cli.console.output import TOGETHER, Columns
+from tenuto.cli.views.ages import age_s
 from tenuto.model.ids import attempt_key
 from tenuto.units import age, count, size
 
@@ -18,6 +19,9 @@ _METRICS = 4
 
 def print_rows(rows: Sequence[Row], asked: Sequence[str]) -> None:
     """Prints the rows. `asked`: the metrics that the query names, which are shown first."""
+    if not rows:
+        output.story("no checkpoint matches")
+        return
     there = {name for row in rows for name in row.metrics}
     names = [*dict.fromkeys([*(name for name in asked if name in there), *sorted(there)])][:_METRICS]
     titles = [output.clipped(output.clean(name), 16) for name in names]
@@ -31,7 +35,7 @@ def print_rows(rows: Sequence[Row], asked: Sequence[str]) -> None:
             row.id.run,
             attempt_key(row.id.attempt),
             str(row.id.step),
-            "" if row.age_s is None else age(row.age_s),
+            "" if (seconds := age_s(row.created)) is None else age(seconds),
             "" if row.size is None else size(row.size),
             *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in names),
             ", ".join(mark.replace(" ", TOGETHER) for mark in _marks(row)),
