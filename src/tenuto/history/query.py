@@ -289,7 +289,7 @@ class _Reader:
             return _Not(_Missing(name))
         if name is not None:
             raise self._wrong(at, f"{name.name} is compared with what?", _example(name))
-        raise self._wrong(at, f"{ast.unparse(at)} is no condition")
+        raise self._wrong(at, f"{ast.unparse(at)} is not a condition")
 
     def _name(self, at: ast.expr) -> _Name | None:
         """Returns the field or metric that is named; None for anything else."""

@@ -392,7 +392,7 @@ def after(event: Literal["attempt", "fork"]) -> KeepPolicy:
     if event not in EVENTS:
         known = " and ".join(map(repr, EVENTS))
         raise UsageError(
-            f"{event!r} is no event that a repository records; there are {known}",
+            f"{event!r} is not an event that a repository records; there are {known}",
             subject=str(event),
             hint="'attempt': each start, restart and rollback",
         )

@@ -180,7 +180,7 @@ def test_keep_refuses_what_is_no_policy(cli, made):
         ((), "nothing says what to keep"),
         (("--within", "soon"), "--within='soon' is not a time"),
         (("--budget", "much"), "--budget='much' is not a number of bytes"),
-        (("--after", "lunch"), "'lunch' is no event"),
+        (("--after", "lunch"), "'lunch' is not an event"),
         (("--monthly", "0"), "keep.monthly(0) would never be reached"),
     ):
         status, out, err = cli("keep", made, "--run", "gpt", *options)

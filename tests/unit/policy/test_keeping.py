@@ -339,7 +339,7 @@ def test_spans_of_hours_begin_at_midnight_and_without_a_time_nothing_is_a_milest
         (lambda: keep.hourly(0), r"keep.hourly\(0\) would never be reached"),
         (lambda: keep.monthly("3"), r"keep.monthly\('3'\) is not a whole number"),
         (lambda: keep.yearly(True), r"keep.yearly\(True\) is not a count"),
-        (lambda: keep.after("rollback"), "'rollback' is no event"),
+        (lambda: keep.after("rollback"), "'rollback' is not an event"),
         (lambda: keep.limit(keep.all()), "no budget"),
         (lambda: keep.limit(keep.all(), cost=1), "a cost and no price"),
         (lambda: keep.limit(keep.all(), per_gib_month=1), "a price and no cost"),

@@ -87,12 +87,11 @@ def ls(
     "best" is by the metrics that the training's policies use. "left behind" marks a checkpoint that does not lead to
     the latest: training went back to an earlier one. Damaged, aborted, removed and copied ones are marked as such.
 
-    --where and --sort list checkpoints of all runs in one table. They compare metrics, by name, and fields: run,
-    attempt, step, size, stored, leaves, ranks, created, age, line ("current" or "left"), tag, best, pinned, held,
-    verified, proven, damaged and healthy; sizes and times are text: size > "2 GiB" and age < "3d". Each that is listed
-    is as the repository has it now. What manifests and notes say is kept in the user's cache directory, so a note of
-    the last hour (a metric that was noted late, damage) may not count yet for which ones are listed: --refresh looks at
-    all.
+    --where and --sort list checkpoints of all runs in one table. They compare metrics, by name, and fields: `run,
+    attempt, step, size, stored, leaves, ranks, created, age, line, tag, best, pinned, held, verified, proven, damaged,
+    healthy`. Sizes and times are text: `size > "2 GiB" and age < "3d"`. Each that is listed is as the repository has
+    it now. What manifests and notes say is kept in the user's cache directory, so a note of the last hour (a metric
+    that was noted late, damage) may not count yet for which ones are listed: --refresh looks at all.
 
     Says which process trains a run now. Times are those of the machine that saved, in UTC. --step takes what is listed
     under STEP, and ATTEMPT/STEP where several attempts have that step.
