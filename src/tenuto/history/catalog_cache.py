@@ -164,10 +164,10 @@ class CatalogCache:
         complete = complete or not 0 <= time.time() - last < COMPLETE_EVERY_S
         self._signs = self._listed_signs() if complete and self._root is None else {}
         with _transaction(database):
-            self._look_at_attempts(complete=complete)
-            self._look_at_trash()
+            self._list_attempts(complete=complete)
+            self._check_trash()
             if complete:
-                self._look_at_all()
+                self._compare_all()
                 database.execute("UPDATE about SET complete_s=?", (time.time(),))
             refs = [(ref.kind, ref.name, ref.id.run, ref.id.attempt, ref.id.step) for ref in list_refs(self._repo)]
             if database.execute("SELECT * FROM refs").fetchall() != refs:
@@ -175,7 +175,7 @@ class CatalogCache:
                 database.executemany("INSERT INTO refs VALUES (?, ?, ?, ?, ?)", refs)
             self._settle()
 
-    def _look_at_attempts(self, *, complete: bool) -> None:
+    def _list_attempts(self, *, complete: bool) -> None:
         """Finds new and vanished runs, attempts and steps, and reads what is new."""
         children, database = self._repo.store.children, self._database
         known = {(run, number): tuple(found) for run, number, *found in database.execute("SELECT * FROM attempts")}
@@ -226,7 +226,7 @@ class CatalogCache:
             return data
         return None
 
-    def _look_at_trash(self) -> None:
+    def _check_trash(self) -> None:
         runs = self._repo.store.children("trash").directories
         ids = (id for run in runs if run in self._known_runs() for id in ids_in_trash(self._repo, run))
         self._read([id for id in ids if self._known.exists(id)])
@@ -234,7 +234,7 @@ class CatalogCache:
     def _known_runs(self) -> set[str]:
         return {run for (run,) in self._database.execute("SELECT DISTINCT run FROM attempts")}
 
-    def _look_at_all(self) -> None:
+    def _compare_all(self) -> None:
         rows = self._database.execute("SELECT run, attempt, step, seen FROM checkpoints").fetchall()
         found = ((CheckpointId(*key), seen) for *key, seen in rows)
         self._read([id for id, seen in found if not seen or self._sign(id) != seen])

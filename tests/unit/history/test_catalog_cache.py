@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,20 @@ import pytest
 import tenuto
 from benchmarks.grown_repository import grow_runs
 from tenuto import every, keep
-from tenuto.errors import UsageError
+from tenuto.errors import RemovalRefused, UsageError
 from tenuto.history import catalog_cache
 from tenuto.history.catalog_cache import CatalogCache, path_of
 from tenuto.history.query import Order, Query
+from tenuto.history.rows import Row
 from tenuto.maintenance import remove as removing
 from tenuto.maintenance.facts import gather_facts
 from tenuto.maintenance.gc import execute, plan_gc
 from tenuto.model.ids import CheckpointId
+from tenuto.model.records import AttemptRecord, IndexEntry, Manifest, Owner
 from tenuto.repo.best import best_of_each, measured, modes_of
+from tenuto.repo.format import object_names
+from tenuto.repo.format.manifest import encode_manifest
+from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.lineage import latest
 from tenuto.repo.notes import add_note
 from tenuto.repo.refs import clear_ref, put_ref
@@ -102,7 +110,7 @@ def check(repo: Repo) -> None:
             assert row.latest == (id == latest(repo, run))
             assert (row.damaged, row.pinned, row.held, row.tags) == (fact.suspect, fact.pinned, fact.held, fact.tags)
             assert row.verified == fact.verified
-            assert dict(row.metrics) == dict(fact.metrics)
+            assert repr(dict(row.metrics)) == repr(dict(sorted(fact.metrics.items())))
             assert set(row.best) == {metric for metric, won in best.items() if won == id}
     assert [row.id for row in found(repo)] == sorted(rows, key=lambda id: (id.run, -id.attempt, -id.step))
 
@@ -333,3 +341,88 @@ def test_rows_as_json(where: Path) -> None:
     assert (said["run"], said["attempt"], said["step"], said["latest"]) == ("gpt", 1, 100, True)
     assert said["metrics"]["accuracy"] == 0.1 and said["tags"] == [] and said["created"] == "2023-11-15T14:53:20Z"
     assert modes_of(repo.manifest(row.id)) == {"val_loss": "min"}
+
+
+class Past:
+    """A small repository to which random things happen."""
+
+    def __init__(self, where: Path, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.repo = Repo.create_or_open(open_store(where))
+        self.attempts: dict[str, list[int]] = {run: [] for run in ("a", "b")}
+        self.there: list[CheckpointId] = []
+        self.removed: list[CheckpointId] = []
+
+    def put(self, name: str, data: bytes) -> None:
+        self.repo.store.put_if_absent(name, Bytes(data), token="x")
+
+    def claim(self) -> None:
+        run = self.random.choice(["a", "b"])
+        number = max(self.attempts[run], default=0) + 1
+        lower = [id for id in self.there if id.run != run or id.attempt < number]
+        parent = self.random.choice([*lower, None]) if lower else None
+        record = AttemptRecord(run, number, f"{number:032x}", parent, Owner("h", "b", "p", 1, "1", "u"))
+        self.put(object_names.attempt_name(run, number), encode_attempt(record, self.repo.id))
+        self.attempts[run].append(number)
+
+    def save(self) -> None:
+        run = self.random.choice([run for run, numbers in self.attempts.items() if numbers])
+        attempt = self.random.choice(self.attempts[run])
+        newest = max((id.step for id in self.there if (id.run, id.attempt) == (run, attempt)), default=0)
+        id = CheckpointId(run, attempt, newest + self.random.randint(1, 9))
+        if id not in self.removed:
+            made = manifest_of(id, {"loss": self.random.random(), "val_loss": self.random.choice([0.5, math.nan])})
+            self.put(id.manifest, encode_manifest(made, self.repo.id))
+            self.there.append(id)
+
+    def remove(self) -> None:
+        id = self.random.choice(self.there)
+        with suppress(RemovalRefused):
+            removing.remove(self.repo, id, finished={"a": True, "b": True}, force=True)
+            self.there.remove(id)
+            self.removed.append(id)
+
+    def tag(self) -> None:
+        put_ref(self.repo, self.random.choice(["tag", "pin", "hold"]), "x", self.random.choice(self.there))
+
+    def note(self) -> None:
+        kind, body = self.random.choice([("suspect", {}), ("verified", {}), ("metric", {"loss": self.random.random()})])
+        add_note(self.repo, self.random.choice(self.there), kind, body)
+
+
+def text_of(row: Row) -> str:
+    """All of it but its age; nan equals nan."""
+    return repr(replace(row, age_s=None))
+
+
+def manifest_of(id: CheckpointId, metrics: dict[str, float]) -> Manifest:
+    index = IndexEntry(object_names.index_file(0), 1000, bytes(16))
+    modes = {"modes": {"loss": "min"}}
+    return Manifest(id, "0" * 32, {}, (index,), "0" * 64, 1, 1, 1 << 18, metrics=metrics, certificate=modes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_a_quick_look_is_as_good_as_a_complete_one_but_for_notes(tmp_path: Path, seed: int) -> None:
+    past = Past(tmp_path / "ckpts", seed)
+    past.claim()
+    past.save()
+    noted = False
+    for _ in range(30):
+        doing = past.random.choice([past.claim, past.save, past.save, past.save, past.remove, past.tag, past.note])
+        if past.there or doing in (past.claim, past.save):
+            doing()
+        noted = noted or doing == past.note
+        with CatalogCache(past.repo) as catalog:
+            catalog.refresh()
+            quick = catalog._select(None, None, None)
+        if not noted:
+            assert {row.id for row, _ in quick} == set(past.there)
+            now = {row.id: row for row in found(past.repo)}
+            assert [replace(row, age_s=None) for row, _ in quick] == [
+                replace(now[row.id], age_s=None) for row, _ in quick
+            ]
+        shown = found(past.repo, None, "-step", 3)
+        check(past.repo)
+        now = {row.id: row for row in found(past.repo)}
+        assert all(text_of(row) == text_of(now[row.id]) for row in shown if not row.best)
+        noted = False
