@@ -71,12 +71,12 @@ def main() -> None:
         result.facts["bytes of the catalog for each checkpoint"] = (
             sum(one.stat().st_size for one in (place / "cache").rglob("*.sqlite")) / number
         )
-    for what, limit in (("a page", PAGE_MS), ("latest", LATEST_MS)):
-        found = median_interval([one * 1e3 for one in result.seconds[what]])
-        result.judge_value(f"{what}, {number:,} <= {limit:g} ms", found, at_most=limit, unit="ms")
-    each = median_interval([one * 1e6 / number for one in result.seconds["made anew"]])
-    result.judge_value(f"made anew <= {MANIFEST_US:g} us a manifest", each, at_most=MANIFEST_US, unit="us")
-    report(result, options)
+        for what, limit in (("a page", PAGE_MS), ("latest", LATEST_MS)):
+            found = median_interval([one * 1e3 for one in result.seconds[what]])
+            result.judge_value(f"{what}, {number:,} <= {limit:g} ms", found, at_most=limit, unit="ms")
+        each = median_interval([one * 1e6 / number for one in result.seconds["made anew"]])
+        result.judge_value(f"made anew <= {MANIFEST_US:g} us a manifest", each, at_most=MANIFEST_US, unit="us")
+        report(result, options, place)
 
 
 if __name__ == "__main__":

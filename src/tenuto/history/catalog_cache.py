@@ -56,6 +56,9 @@ COMPLETE_EVERY_S: Final = 3600.0
 RACY_NS: Final = 2_000_000_000
 """A directory that changed so recently may change again without another time."""
 BATCH: Final = 2_000
+WAIT_S: Final = 60.0
+"""For another command that writes the catalog."""
+_BUSY: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _ALL: Final = 1 << 62
 """Above every step."""
 _TABLES: Final = """
@@ -114,16 +117,17 @@ class _Known(Repo):
 
 
 class CatalogCache:
-    """The catalog of one repository. `report` is called with what takes long, or was thrown away."""
+    """The catalog of one repository. `report` is called with what takes long, or was thrown away. `kept`: False for one
+    that is made for this once."""
 
-    def __init__(self, repo: Repo, *, report: Report = ignore) -> None:
+    def __init__(self, repo: Repo, *, report: Report = ignore, kept: bool = True) -> None:
         self._repo = repo
         self._report = report
         self._changed: set[str] = set()
         """Runs whose lines of training and best checkpoints have to be worked out."""
         self._root = _local_directory(repo)
         self._signs: Mapping[CheckpointId, str] = {}
-        self._database = self._open()
+        self._database = self._open() if kept else _made(_connected(":memory:"), self._about)
         self._known = _Known(repo, self._database)
 
     def __enter__(self) -> CatalogCache:
@@ -134,14 +138,17 @@ class CatalogCache:
 
     # -- the file ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _about(self) -> tuple[int, str, str]:
+        return (VERSION, self._repo.id, self._repo.url)
+
     def _open(self) -> sqlite3.Connection:
-        path = path_of(self._repo)
-        about = (VERSION, self._repo.id, self._repo.url)
+        path, about = path_of(self._repo), self._about
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
             for _ in range(2):
-                with suppress(sqlite3.DatabaseError):
+                with _unless_busy():
                     database = _made(_connected(str(path)), about)
                     if database.execute("SELECT version, repository, url FROM about").fetchall() == [about]:
                         return database
@@ -149,7 +156,7 @@ class CatalogCache:
                 self._report(f"the catalog {path} is damaged, or of another version: it is made again")
                 _throw_away(path)
             reason = "it cannot be made again"
-        except (OSError, sqlite3.Error) as error:
+        except OSError as error:
             reason = str(error)
         self._report(f"no catalog is kept in {path.parent} ({reason}): everything is read")
         return _made(_connected(":memory:"), about)
@@ -157,8 +164,7 @@ class CatalogCache:
     # -- looking at the repository -------------------------------------------------------------------------------------
 
     def refresh(self, *, complete: bool = False) -> None:
-        """Looks at the repository. `complete`: at every checkpoint's directory. Raises what the store raises, and
-        CorruptionError where a ref cannot be read."""
+        """Looks at the repository. `complete`: at every checkpoint's directory. Raises what the store raises."""
         database = self._database
         (last,) = database.execute("SELECT complete_s FROM about").fetchone()
         complete = complete or not 0 <= time.time() - last < COMPLETE_EVERY_S
@@ -169,11 +175,18 @@ class CatalogCache:
             if complete:
                 self._compare_all()
                 database.execute("UPDATE about SET complete_s=?", (time.time(),))
-            refs = [(ref.kind, ref.name, ref.id.run, ref.id.attempt, ref.id.step) for ref in list_refs(self._repo)]
-            if database.execute("SELECT * FROM refs").fetchall() != refs:
-                database.execute("DELETE FROM refs")
-                database.executemany("INSERT INTO refs VALUES (?, ?, ?, ?, ?)", refs)
+            self._read_refs()
             self._settle()
+
+    def _read_refs(self) -> None:
+        try:
+            refs = [(ref.kind, ref.name, ref.id.run, ref.id.attempt, ref.id.step) for ref in list_refs(self._repo)]
+        except CorruptionError as error:
+            self._report(f"tags, pins and holds are those of an earlier look: {error.message}")
+            return
+        if self._database.execute("SELECT * FROM refs").fetchall() != refs:
+            self._database.execute("DELETE FROM refs")
+            self._database.executemany("INSERT INTO refs VALUES (?, ?, ?, ?, ?)", refs)
 
     def _list_attempts(self, *, complete: bool) -> None:
         """Finds new and vanished runs, attempts and steps, and reads what is new."""
@@ -291,7 +304,7 @@ class CatalogCache:
         """Reads manifests and notes, and puts what they say into the tables."""
         threads = threads_for(self._repo).read if self._repo.store.capabilities.remote else 1
         for start in range(0, len(ids), BATCH):
-            if len(ids) > BATCH:
+            if len(ids) > BATCH and start % (10 * BATCH) == 0:
                 self._report(f"reading manifests: {start:,} of {len(ids):,}")
             some = ids[start : start + BATCH]
             found: dict[CheckpointId, tuple[str, bytes | Exception | None, list[Note]]] = {}
@@ -498,19 +511,31 @@ def query(
 ) -> list[Row]:
     """Returns the checkpoints that match, by the catalog of this user, after a look at the repository: a complete one
     with `refresh`, and where all of them are asked for. Raises as `CatalogCache.query` and `refresh`."""
-    for attempt in range(2):
+    kept = True
+    for _ in range(3):
         try:
-            with CatalogCache(repo, report=report) as catalog:
+            with CatalogCache(repo, report=report, kept=kept) as catalog:
                 catalog.refresh(complete=refresh or limit is None)
                 return catalog.query(where, order, limit)
         except sqlite3.DatabaseError as error:
-            if attempt or isinstance(error, sqlite3.ProgrammingError):
-                raise StoreError(
-                    f"the catalog {path_of(repo)} cannot be used: {error}", subject=str(path_of(repo))
-                ) from error
-            _throw_away(path_of(repo))
-            report(f"the catalog {path_of(repo)} cannot be used ({error}): it is made again")
-    raise AssertionError("unreachable")
+            path = path_of(repo)
+            if error.sqlite_errorcode in _BUSY:
+                kept = False
+                report(f"another command has had the catalog {path} for a minute: everything is read")
+            else:
+                report(f"the catalog {path} cannot be used ({error}): it is made again")
+                _throw_away(path)
+    raise StoreError(f"the catalog {path_of(repo)} cannot be used", subject=str(path_of(repo)))
+
+
+@contextmanager
+def _unless_busy() -> Iterator[None]:
+    """Passes over what is wrong with a database, but that another process uses it."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode in _BUSY:
+            raise
 
 
 def _throw_away(path: Path) -> None:
@@ -519,7 +544,7 @@ def _throw_away(path: Path) -> None:
 
 
 def _connected(path: str) -> sqlite3.Connection:
-    database = sqlite3.connect(path, timeout=60.0, isolation_level=None)
+    database = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
     database.execute("PRAGMA journal_mode=WAL")
     database.execute("PRAGMA synchronous=OFF")  # what a power loss spoils is read again
     return database
@@ -527,8 +552,11 @@ def _connected(path: str) -> sqlite3.Connection:
 
 def _made(database: sqlite3.Connection, about: tuple[int, str, str]) -> sqlite3.Connection:
     """Makes the tables where there are none. Of two processes the second finds them."""
+    exists = "SELECT 1 FROM sqlite_master"
+    if database.execute(exists).fetchone():
+        return database  # without waiting for another process that writes
     with _transaction(database):
-        if not database.execute("SELECT 1 FROM sqlite_master").fetchone():
+        if not database.execute(exists).fetchone():
             for statement in _TABLES.strip().split(";\n"):
                 database.execute(statement)
             database.execute("INSERT INTO about VALUES (?, ?, ?, 0)", about)

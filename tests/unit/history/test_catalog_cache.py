@@ -334,6 +334,27 @@ def test_two_at_once_and_one_that_dies_in_the_middle(where: Path, monkeypatch: p
     check(repo)
 
 
+def test_a_catalog_that_another_command_writes_is_not_waited_for_for_ever(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo, said = Repo.open(open_store(where)), []
+    found(repo)
+    monkeypatch.setattr(catalog_cache, "WAIT_S", 0.01)
+    with CatalogCache(repo) as other, catalog_cache._transaction(other._database):
+        assert len(catalog_cache.query(repo, limit=400, report=said.append)) == 300
+    assert len(said) == 1 and "everything is read" in said[0] and path_of(repo).exists()
+    assert len(catalog_cache.query(repo, limit=400, report=said.append)) == 300 and len(said) == 1
+
+
+def test_a_damaged_ref_is_reported_and_hides_nothing(where: Path) -> None:
+    repo, said = Repo.open(open_store(where)), []
+    put_ref(repo, "tag", "paper", CheckpointId("gpt", 1, 9))
+    found(repo)
+    (where / "refs/tag/paper/2.json").write_bytes(b"no")
+    rows = catalog_cache.query(repo, Query.parse("tag"), report=said.append)
+    assert names(rows) == ["gpt/9"] and len(said) == 1 and "refs/tag/paper/2.json" in said[0]
+
+
 def test_rows_as_json(where: Path) -> None:
     repo = Repo.open(open_store(where))
     (row,) = found(repo, "run == 'gpt' and step == 100")
