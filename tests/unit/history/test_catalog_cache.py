@@ -20,7 +20,9 @@ import pytest
 
 import tenuto
 from benchmarks.grown_repository import grow_runs
+from support.rank_threads import together
 from tenuto import every, keep
+from tenuto.cli import main
 from tenuto.errors import RemovalRefused, UsageError
 from tenuto.history import catalog_cache
 from tenuto.history.catalog_cache import CatalogCache, path_of
@@ -243,6 +245,42 @@ def test_a_training_that_goes_back_and_forks(tmp_path: Path, cache: Path) -> Non
     train(10, keep=keep.latest(1))  # frees at once what leaves the line
     check(there.repo)
     assert [row.id.step for row in there.query("run == 'main' and line == 'current'", limit=9)] == [10]
+
+
+def test_encoded_sealed_and_in_several_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENUTO_KEY_FILE", str(tmp_path / "tenuto.key"))
+    sealed, spread = tmp_path / "sealed", tenuto.Mirror(tmp_path / "one", tmp_path / "two")
+
+    def train(where: Any, steps: int, **more: Any) -> list[Row]:
+        state = {"w": np.zeros(50_000)}
+        with tenuto.Checkpointer(where, state, save=every(steps=1), keep=keep.all(), log="silent", **more) as ckpt:
+            for step in ckpt.steps(steps):
+                ckpt.log(loss=1 / (step + 1))
+        check(tenuto.Repository(where).repo)
+        return tenuto.Repository(where).query("loss < 0.4", sort="-loss", limit=5)
+
+    encoded = train(tmp_path / "encoded", 4, encoding="small")
+    assert [row.id.step for row in encoded] == [3, 4]
+    assert all(row.stored is not None and row.size is not None and row.stored < row.size for row in encoded)
+    train(sealed, 1)
+    with pytest.raises(SystemExit):
+        main(["key", "add", str(sealed), "--key-file", str(tmp_path / "tenuto.key")])
+    assert [row.id.step for row in train(sealed, 3)] == [3]
+    monkeypatch.delenv("TENUTO_KEY_FILE")
+    assert [row.id.step for row in tenuto.Repository(sealed).query("loss < 0.4", limit=9)] == [3], "no key is needed"
+    assert [row.id.step for row in train(spread, 5)] == [3, 4, 5]
+
+
+def test_of_several_ranks(tmp_path: Path) -> None:
+    def train(ranks: Any) -> None:
+        state = {"w": np.zeros(1000)}
+        with tenuto.Checkpointer(tmp_path / "ckpts", state, ranks=ranks, save=every(steps=1), log="silent") as ckpt:
+            for _ in ckpt.steps(2):
+                pass
+
+    assert together(2, train) == [None, None]
+    rows = tenuto.Repository(tmp_path / "ckpts").query("ranks == 2 and line == 'current'")
+    assert [row.id.step for row in rows] == [2, 1]
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

@@ -534,3 +534,9 @@ def test_every_policy_is_one_of_a_tier_too(fast: Path, slow: Path, policy: KeepP
             train(Tiers(Tier(fast), Tier(slow, keep=policy)), step, keep=keep.all())
     assert steps_in(fast) == [1, 2, 3, 4, 5, 6]
     assert steps_in(slow) == left
+
+
+def test_a_tiers_budget_below_what_may_not_go_is_a_warning(fast: Path, slow: Path) -> None:
+    with said("the budget of 1000 B is not met, since what may not go takes"):
+        train(Tiers(Tier(fast), Tier(slow, keep=keep.limit(keep.all(), bytes="1kB"))), 1)
+    assert steps_in(slow) == [1]
