@@ -30,7 +30,6 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from tenuto.concurrency.worker_threads import gc_paused, parallel_for
-from tenuto.engine.read.chunk_reader import threads_for
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError
 from tenuto.history.query import FIELDS, Order, Query
 from tenuto.history.rows import Row, row_of
@@ -302,7 +301,7 @@ class CatalogCache:
 
     def _read(self, ids: Sequence[CheckpointId]) -> None:
         """Reads manifests and notes, and puts what they say into the tables."""
-        threads = threads_for(self._repo).read if self._repo.store.capabilities.remote else 1
+        threads = self._repo.store.capabilities.parallel  # most of it is waiting, but where all is in the page cache
         for start in range(0, len(ids), BATCH):
             if len(ids) > BATCH and start % (10 * BATCH) == 0:
                 self._report(f"reading manifests: {start:,} of {len(ids):,}")
