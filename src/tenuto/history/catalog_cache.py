@@ -68,8 +68,8 @@ CREATE TABLE checkpoints (
     id INTEGER PRIMARY KEY, run, attempt, step, seen, size, stored, leaves, ranks, created, created_text, modes,
     verified, proven, damaged, line, latest, best);
 CREATE UNIQUE INDEX newest ON checkpoints (run, attempt DESC, step DESC);
-CREATE TABLE metrics (checkpoint, name, value, PRIMARY KEY (checkpoint, name)) WITHOUT ROWID;
-CREATE INDEX by_name ON metrics (name);
+CREATE TABLE metrics (checkpoint INTEGER, name, value, PRIMARY KEY (name, checkpoint)) WITHOUT ROWID;
+CREATE INDEX metrics_of ON metrics (checkpoint);
 CREATE TABLE refs (kind, name, run, attempt, step);
 CREATE INDEX refs_of ON refs (run, attempt, step);
 """

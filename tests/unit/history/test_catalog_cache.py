@@ -247,6 +247,7 @@ def test_a_training_that_goes_back_and_forks(tmp_path: Path, cache: Path) -> Non
     assert [row.id.step for row in there.query("run == 'main' and line == 'current'", limit=9)] == [10]
 
 
+@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")  # the first one is not sealed
 def test_encoded_sealed_and_in_several_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENUTO_KEY_FILE", str(tmp_path / "tenuto.key"))
     sealed, spread = tmp_path / "sealed", tenuto.Mirror(tmp_path / "one", tmp_path / "two")
@@ -485,3 +486,19 @@ def test_whatever_happens_a_quick_look_is_as_good_as_a_complete_one_but_for_note
         now = {row.id: row for row in found(past.repo)}
         assert all(text_of(row) == text_of(now[row.id]) for row in shown if not row.best)
         noted = False
+
+
+@pytest.mark.parametrize(
+    "text", ["run == 'gpt' and not damaged", "age < '3y' and tag is None", "step > 50", "loss < 1"]
+)
+def test_a_sort_by_a_metric_finds_that_of_each_checkpoint_by_a_key(where: Path, text: str) -> None:
+    """Without one, sorting takes the square of the number of checkpoints."""
+    with CatalogCache(Repo.open(open_store(where))) as catalog:
+        catalog.refresh()
+        asked: list[str] = []
+        catalog._database.set_trace_callback(asked.append)
+        catalog.query(Query.parse(text), Order.parse("val_loss"), 3)
+        (select,) = [statement for statement in asked if "LEFT JOIN" in statement]
+        plan = [row[3] for row in catalog._database.execute(f"EXPLAIN QUERY PLAN {select}")]
+        joined = [line for line in plan if line.startswith("SEARCH m")]
+        assert joined and all("(name=? AND checkpoint=?)" in line for line in joined), plan
