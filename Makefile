@@ -99,6 +99,7 @@ bench: setup
 	$(BIN)/python benchmarks/p13_space.py
 	$(BIN)/python benchmarks/p17_one_off.py --gib 0.5
 	$(BIN)/python benchmarks/many_checkpoints.py
+	$(BIN)/python benchmarks/catalog.py
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
 

@@ -34,6 +34,8 @@ keep.latest(3)
 keep.latest(2) | keep.best(3, "val_loss")
 keep.latest(2) | keep.best(3, "accuracy", mode="max") | keep.every(hours=24)
 keep.within(days=2) | keep.daily(14) | keep.weekly(8) | keep.every(steps=100_000)
+keep.limit(keep.hourly(24) | keep.monthly(12) | keep.yearly() | keep.after("fork"), bytes="2TB")
+keep.limit(keep.all(), cost=100, per_gib_month=0.023)  # as much as that buys
 """,
     "tenuto.Stats": """
 print(ckpt.stats)

@@ -2,7 +2,9 @@
 
 import gc
 import hashlib
+import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -111,3 +113,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if (item.get_closest_marker("long") is not None) != wanted]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if (item.get_closest_marker("long") is not None) == wanted]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def caches_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What commands keep for this user between calls: tests neither find it nor leave any."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before

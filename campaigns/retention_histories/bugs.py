@@ -76,7 +76,9 @@ def _age_by_clock() -> Iterator[None]:
 def _no_second_listing() -> Iterator[None]:
     """After the tombstones, nobody asks again."""
     with mock.patch.object(
-        retention, "_still_free", lambda snapshot, attempt, plan, going, *_: (frozenset(going), plan.trash)
+        retention,
+        "_still_free",
+        lambda snapshot, attempt, plan, going, *_: retention._Judged(frozenset(going), plan.trash, owns=True),
     ):
         yield
 

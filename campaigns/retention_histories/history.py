@@ -437,7 +437,16 @@ def draw_policy(source: random.Random) -> tuple[KeepPolicy, Judge, list[tuple[st
         (keep.every(steps=4 * n), oracles.every_steps(4 * n)),
         (keep.every(hours=hours), oracles.every_hours(hours)),
     ]
+    unit, last = source.choice(("hour", "day", "week", "month", "year")), source.choice((None, n))
+    made = {"hour": keep.hourly, "day": keep.daily, "week": keep.weekly, "month": keep.monthly, "year": keep.yearly}
+    by_time: list[tuple[KeepPolicy, Judge]] = [
+        (made[unit](last), oracles.calendar(unit, last)),
+        (keep.within(hours=hours), oracles.within(hours)),
+        (keep.after("attempt"), oracles.after_attempts()),
+    ]
     first, second = source.sample(singles, 2)
+    if source.random() < 0.2:
+        second = source.choice(by_time)
     bests = {id(singles[2]): [("loss", mode)]}
     if source.random() < 0.6:
         return (*first, bests.get(id(first), []))

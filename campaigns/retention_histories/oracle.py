@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from tenuto.model.ids import CheckpointId
 
@@ -140,6 +141,56 @@ def every_hours(hours: float) -> Judge:
         return int(known.created_s // (hours * 3600))
 
     return _milestones(span)
+
+
+def calendar(unit: str, last: int | None) -> Judge:
+    """The first of each hour, day, week, month or year, of the `last` so many."""
+
+    def number(known: Known) -> int | None:
+        if known.created_s is None or known.damaged:
+            return None
+        when = datetime.fromtimestamp(known.created_s, UTC)
+        if unit == "month":
+            return when.year * 12 + when.month - 1
+        if unit == "year":
+            return when.year
+        if unit == "week":
+            return (when.toordinal() - 1) // 7
+        return when.toordinal() * 24 + when.hour if unit == "hour" else when.toordinal()
+
+    def judge(oracle: Oracle, run: str) -> set[CheckpointId]:
+        kept = _milestones(number)(oracle, run)
+        newest = _newest_s(oracle, run)
+        if last is None or newest is None:
+            return kept
+        now = number(Known(CheckpointId(run, 1, 1), {}, newest))
+        assert now is not None
+        return {id for id in kept if (number(oracle.there[id]) or 0) > now - last}
+
+    return judge
+
+
+def within(hours: float) -> Judge:
+    def judge(oracle: Oracle, run: str) -> set[CheckpointId]:
+        newest, times = _newest_s(oracle, run), _times(oracle, run)
+        return set() if newest is None else {id for id, time in times.items() if time >= newest - hours * 3600}
+
+    return judge
+
+
+def after_attempts() -> Judge:
+    return _milestones(lambda known: known.id.attempt)
+
+
+def _times(oracle: Oracle, run: str) -> dict[CheckpointId, float]:
+    there = {id: oracle.there[id] for id in oracle.there if id.run == run}
+    return {id: one.created_s for id, one in there.items() if one.created_s is not None and not one.damaged}
+
+
+def _newest_s(oracle: Oracle, run: str) -> float | None:
+    """The older of the times of the two newest: one clock that ran ahead does not count."""
+    times = _times(oracle, run)
+    return min([times[id] for id in sorted(times, key=_age, reverse=True)[:2]], default=None)
 
 
 def either(*judges: Judge) -> Judge:

@@ -18,6 +18,7 @@ from tenuto.events import Event
 from tenuto.history.bisect import Bisection
 from tenuto.history.fork import ForkPlan
 from tenuto.history.rollback import RollbackPlan
+from tenuto.history.rows import Row
 from tenuto.history.timeline import Timeline
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
@@ -40,6 +41,9 @@ def policies() -> None:
     assert_type(keep.latest(3), KeepPolicy)
     assert_type(keep.latest(3) | keep.best(2, "val_loss", mode="min"), KeepPolicy)
     assert_type(keep.every(steps=1000, hours=24) | keep.all(), KeepPolicy)
+    assert_type(keep.hourly(24) | keep.monthly() | keep.yearly() | keep.within(hours=36, weeks=1), KeepPolicy)
+    assert_type(keep.limit(keep.after("fork"), bytes="2TB"), KeepPolicy)
+    assert_type(keep.limit(keep.all(), cost=100, per_gib_month=0.023), KeepPolicy)
 
 
 class Printing:
@@ -173,6 +177,7 @@ def looking(place: Path) -> None:
 
 def repositories(place: Path) -> None:
     repository = tenuto.Repository(place)
+    assert_type(repository.query("val_loss < 2", sort="-step", limit=3, refresh=True), list[Row])
     assert_type(repository.runs(), list[str])
     assert_type(repository.latest("gpt"), CheckpointId | None)
     assert_type(repository.latest_step("gpt"), int | None)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tenuto.history.diff import Diff
     from tenuto.history.fork import ForkPlan
     from tenuto.history.rollback import RollbackPlan
+    from tenuto.history.rows import Row
     from tenuto.history.timeline import Timeline
     from tenuto.maintenance.checkpoint_copy import RunCopy
     from tenuto.maintenance.compare_copy import CopyCheck
@@ -114,6 +115,30 @@ class Repository:
         """
         name = metric_name(metric, 'best("val_loss")')
         return resolve(self.repo, run, BestSelector(name, None if mode is None else min_or_max(mode, name)))
+
+    def query(
+        self, where: str | None = None, *, sort: str | None = None, limit: int | None = None, refresh: bool = False
+    ) -> list[Row]:
+        """Returns the checkpoints of all runs that match, such as `query("val_loss < 2 and step > 1000",
+        sort="val_loss", limit=10)`.
+
+        where: comparisons of fields (step, size, age, tag, verified, …: `tenuto.history.query.FIELDS`) and of metrics,
+            with `and`, `or`, `not`, `in [...]`, `is None`; sizes and ages as text: `size > "2 GiB"`, `age < "3d"`.
+        sort: a field or a metric; a minus before it puts the highest first. What lacks it comes last. By default those
+            of each run stand together, newest first.
+        refresh: looks at every checkpoint first.
+
+        What manifests and notes say is kept in the user's cache directory. Each row that is returned is as the
+        repository has it now; but with a `limit`, which of them match goes for notes of the last hour, such as a metric
+        that another process noted late, by what was known before, unless `refresh` is given. Raises UsageError, which
+        names the column of a mistake, and names that no checkpoint has.
+        """
+        from tenuto.history.catalog_cache import query
+        from tenuto.history.query import Order, Query
+
+        found = None if where is None else Query.parse(where)
+        order = None if sort is None else Order.parse(sort)
+        return query(self.repo, found, order, limit, refresh=refresh)
 
     def latest_step(self, run: str = "main") -> int | None:
         """Returns the step that `latest` means now, None if there is none. `latest` has the complete identity."""

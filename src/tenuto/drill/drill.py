@@ -29,9 +29,9 @@ from tenuto.errors import (
 )
 from tenuto.events import Emitter, Warned
 from tenuto.maintenance.copy_record import registered_copies
-from tenuto.maintenance.facts import seconds_of
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Json
+from tenuto.model.sizes import seconds_of
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import resolve, walk
 from tenuto.repo.notes import add_note, ignore, notes

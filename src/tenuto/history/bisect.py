@@ -22,7 +22,7 @@ from tenuto.events import Emitter
 from tenuto.history.query import FIELDS, Query
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import Box, dtype
-from tenuto.repo.best import outline
+from tenuto.repo.best import is_healthy, outline
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import line_of
 from tenuto.repo.notes import ignore, notes, verification_of, with_notes
@@ -193,7 +193,7 @@ def by_query(repo: Repo, text: str) -> Test:
             "held": "hold" in kinds.get(id, ()),
             "verified": state == "verified",
             "damaged": state == "suspect",
-            "healthy": state != "suspect",
+            "healthy": state != "suspect" and is_healthy(manifest),
         }
         return ("bad" if query.matches(row) else "good"), why
 

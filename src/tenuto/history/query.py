@@ -15,11 +15,10 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
 from tenuto.errors import UsageError, did_you_mean
-from tenuto.model.sizes import parse_bytes, parse_time
+from tenuto.model.sizes import parse_bytes, parse_time, seconds_of
 
 Kind = Literal["number", "bytes", "span", "time", "text", "names", "flag"]
 """bytes: also "2 GiB". span: seconds, also "3d". time: seconds since 1970, or a date. names: any number of words."""
@@ -84,7 +83,7 @@ class _Name:
     def of(self, row: Mapping[str, Value]) -> Value:
         found = row.get(self.name)
         if self.kind == "time" and isinstance(found, str):
-            return _seconds(found)
+            return seconds_of(found)
         return None if isinstance(found, float) and math.isnan(found) else found
 
     def words(self, row: Mapping[str, Value]) -> Collection[str]:
@@ -198,6 +197,11 @@ class Query:
         reader = _Reader(text)
         return cls(text, reader.node, tuple(reader.used))
 
+    def of_run(self, run: str) -> Query:
+        """Returns the same of one run alone."""
+        only = _Compare(_Name("run", "text", 1), "=", _Constant(run.casefold()))
+        return Query(self.text, _Several(False, (self._node, only)), self._used)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The fields and metrics that it looks at, each once, in the order of the text."""
@@ -238,15 +242,6 @@ class Query:
 
 def _wrong(text: str, column: int, what: str, hint: str | None = None) -> UsageError:
     return UsageError(f"{text!r}, column {column}: {what}", subject=text, hint=hint or f"for example {_EXAMPLE}")
-
-
-def _seconds(text: str) -> float | None:
-    """Returns a date or a time of day in UTC in seconds since 1970; None for anything else."""
-    try:
-        when = datetime.fromisoformat(text)
-        return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 class _Reader:
@@ -294,7 +289,7 @@ class _Reader:
             return _Not(_Missing(name))
         if name is not None:
             raise self._wrong(at, f"{name.name} is compared with what?", _example(name))
-        raise self._wrong(at, f"{ast.unparse(at)} is no condition")
+        raise self._wrong(at, f"{ast.unparse(at)} is not a condition")
 
     def _name(self, at: ast.expr) -> _Name | None:
         """Returns the field or metric that is named; None for anything else."""
@@ -359,7 +354,7 @@ class _Reader:
 
     def _of_text(self, at: ast.expr, text: str, name: _Name) -> float | str | None:
         if name.kind == "time":
-            return _seconds(text)
+            return seconds_of(text)
         try:
             if name.kind == "bytes":
                 return parse_bytes(text, name.name)

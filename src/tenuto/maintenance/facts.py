@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from types import MappingProxyType
 
 from tenuto.errors import CheckpointNotFound
 from tenuto.model.ids import CheckpointId
+from tenuto.model.sizes import seconds_of
 from tenuto.policy.keep import CheckpointFacts
 from tenuto.repo.bases import forks_besides
-from tenuto.repo.catalog import Catalog, Snapshot
+from tenuto.repo.catalog import Catalog, CatalogEntry, Snapshot
 from tenuto.repo.lineage import walk
 from tenuto.repo.notes import verification_of, with_notes
 from tenuto.repo.refs import Ref, list_refs
@@ -69,9 +69,18 @@ def gather_facts(
             held=any(ref.kind == "hold" for ref in named),
             copied_to=copying.get(id, ""),
             needed_by=tuple(needed.get(id, ())),
+            bytes=0 if entry is None else entry.bytes,
+            bases=() if entry is None else entry.bases,
+            forked_from=_other_run(run, entry),
         )
         found.append(facts)
     return found
+
+
+def _other_run(run: str, entry: CatalogEntry | None) -> str:
+    """Returns the run that a checkpoint's attempt has forked; empty where it began in its own."""
+    parent = None if entry is None else entry.parent
+    return "" if parent is None or parent.run == run else parent.run
 
 
 def lines_left_behind(repo: Repo, run: str, facts: Iterable[CheckpointFacts]) -> Iterator[list[CheckpointFacts]]:
@@ -82,15 +91,6 @@ def lines_left_behind(repo: Repo, run: str, facts: Iterable[CheckpointFacts]) ->
         if newest in left:
             line = [id for id in walk(repo, run, below=newest.attempt + 1) if id in left]
             yield [left.pop(id) for id in line]
-
-
-def seconds_of(created: str) -> float | None:
-    """Converts a time as in manifests to seconds since 1970; None for anything else."""
-    try:
-        when = datetime.fromisoformat(created)
-        return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 def relied_on(

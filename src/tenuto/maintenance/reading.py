@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from tenuto.errors import UsageError
-from tenuto.maintenance.facts import seconds_of
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest, Note
-from tenuto.model.sizes import parse_bytes
+from tenuto.model.sizes import parse_bytes, seconds_of
 from tenuto.store.wrappers.throttle import Clock, SystemClock, TokenBucket
 
 _LIMIT: Final = 64 << 20

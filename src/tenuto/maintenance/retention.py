@@ -72,6 +72,8 @@ class RetentionPlan:
     grace: Grace = "left behind"
     trash: frozenset[CheckpointId] = frozenset()
     superseded: bool = False
+    warnings: tuple[str, ...] = ()
+    """What of the policy cannot be met, in words."""
 
     @property
     def dropped(self) -> tuple[CheckpointId, ...]:
@@ -174,7 +176,8 @@ def _plan(
     rested_on = {base for verdict in verdicts if verdict.keep for base in snapshot.bases(verdict.id)}
     nbytes = tuple((id, 0 if id in rested_on else _bytes(snapshot, id)) for id in dropped)
     trash = _into_trash(snapshot, run, facts, going, policy=policy, grace=grace)
-    return RetentionPlan(snapshot.url, run, attempt, policy, verdicts, nbytes, grace, trash)
+    warnings = tuple(policy.warnings(facts))
+    return RetentionPlan(snapshot.url, run, attempt, policy, verdicts, nbytes, grace, trash, warnings=warnings)
 
 
 def _into_trash(

@@ -18,11 +18,11 @@ from tenuto.engine.memory_tier.eligibility import EligibleImage
 from tenuto.engine.memory_tier.listing import images
 from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RepositoryError, StoreError, TenutoError
 from tenuto.maintenance.copy_record import check_target, registered_copies
-from tenuto.maintenance.facts import seconds_of
 from tenuto.maintenance.flush import judge_found
 from tenuto.maintenance.tier_copies import in_place
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
+from tenuto.model.sizes import seconds_of
 from tenuto.repo.format import object_names
 from tenuto.repo.lineage import latest, walk
 from tenuto.repo.ownership.lease import read_last

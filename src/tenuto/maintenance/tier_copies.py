@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import Final
@@ -405,6 +405,15 @@ class WithinCapacity(KeepPolicy):
         self.inner = inner
         self.going = going
         self.capacity = capacity
+
+    def metrics(self) -> frozenset[str]:
+        return self.inner.metrics()
+
+    def parts(self) -> tuple[KeepPolicy, ...]:
+        return self.inner.parts()
+
+    def warnings(self, history: Sequence[CheckpointFacts]) -> list[str]:
+        return self.inner.warnings(history)
 
     def judge(self, history: list[CheckpointFacts]) -> list[Opinion]:  # type: ignore[override]
         why = f"beyond the capacity of {size(self.capacity)}, and whole in a slower tier"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from typing import Final
 
 from tenuto.errors import UsageError
@@ -58,3 +59,12 @@ def parse_time(value: float | str, what: str = "time") -> float:
     if not 0 < seconds < float("inf"):
         raise UsageError(f"{what}={value!r} is not a time", subject=what, hint=f'{what}="36h", "3d" or "2w"')
     return seconds
+
+
+def seconds_of(created: str) -> float | None:
+    """Converts a time as in manifests to seconds since 1970; None for anything else."""
+    try:
+        when = datetime.fromisoformat(created)
+        return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None

@@ -1,5 +1,6 @@
-"""What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=, hours=)`, `keep.daily(days)`,
-`keep.weekly(weeks)`, `keep.within(days=)`, `keep.all()`.
+"""What to keep: `keep.latest(n)`, `keep.best(n, metric)`, `keep.every(steps=, hours=)`, `keep.hourly(hours)`, `daily`,
+`weekly`, `monthly`, `yearly`, `keep.within(hours=, days=, weeks=)`, `keep.after(event)`, `keep.all()`, and
+`keep.limit(policy, bytes=)`, what of those fits into a budget.
 
 Whatever the policy decides, retention (I7) never removes the checkpoint that `latest` means, the last verified one and
 the last healthy one on the walk of I4, or one that is pinned, tagged, on hold, being copied or needed by something
@@ -13,11 +14,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, final
+from typing import TYPE_CHECKING, Final, Literal, final
 
 from tenuto.errors import UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.numbers import duration, metric_name, min_or_max, whole_number
+
+if TYPE_CHECKING:
+    from tenuto.policy.calendar import Unit
 
 KEEP: Final = "keep"
 """The key of a certificate under which a training records its policy, as text."""
@@ -51,6 +55,12 @@ class CheckpointFacts:
     """The tier that it is being copied to, or is the next to be."""
     needed_by: tuple[str, ...] = ()
     """What else relies on the checkpoint, in words: "run b was started from it"."""
+    bytes: int = 0
+    """Bytes of its own data files, as stored; 0 if unknown."""
+    bases: tuple[CheckpointId, ...] = ()
+    """The checkpoints in whose data files some of its bytes lie: those stay as long as it does."""
+    forked_from: str = ""
+    """The other run that its attempt continues; empty where that began in its own run, or from nothing."""
 
     @property
     def age_key(self) -> tuple[int, int]:
@@ -95,6 +105,14 @@ class KeepPolicy(ABC):
         """Returns whether the policy keeps every checkpoint, whatever the history: then nothing has to be judged."""
         return False
 
+    def parts(self) -> tuple[KeepPolicy, ...]:
+        """Returns the policies that it combines or limits; itself where it is a single one."""
+        return (self,)
+
+    def warnings(self, history: Sequence[CheckpointFacts]) -> list[str]:
+        """Returns what of the policy cannot be met, in words: a budget that is smaller than what may not go."""
+        return []
+
     @final
     def decide(self, history: Sequence[CheckpointFacts]) -> list[KeepVerdict]:
         """Returns one verdict for each checkpoint, in the order given. Raises UsageError if one is given twice."""
@@ -119,27 +137,33 @@ class KeepPolicy(ABC):
                 f"{self!r} | {other!r} does not combine: the second one does not say what to keep",
                 hint="combine keep.latest(n), keep.best(n, metric) and keep.every(...) with |; on.end() goes to save=",
             )
-        return Union(_parts(self) + _parts(other))
+        return Union(_members(self) + _members(other))
 
 
 @dataclass(frozen=True, slots=True)
 class Union(KeepPolicy):
-    """Keeps what any of `parts` keeps, and reports all reasons."""
+    """Keeps what any of `members` keeps, and reports all reasons."""
 
-    parts: tuple[KeepPolicy, ...]
+    members: tuple[KeepPolicy, ...]
 
     def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
-        judged = [part.judge(history) for part in self.parts]
+        judged = [member.judge(history) for member in self.members]
         return [_joined(opinions) for opinions in zip(*judged, strict=True)]
 
     def metrics(self) -> frozenset[str]:
-        return frozenset().union(*(part.metrics() for part in self.parts))
+        return frozenset().union(*(member.metrics() for member in self.members))
 
     def keeps_all(self) -> bool:
-        return any(part.keeps_all() for part in self.parts)
+        return any(member.keeps_all() for member in self.members)
+
+    def parts(self) -> tuple[KeepPolicy, ...]:
+        return tuple(part for member in self.members for part in member.parts())
+
+    def warnings(self, history: Sequence[CheckpointFacts]) -> list[str]:
+        return [warning for member in self.members for warning in member.warnings(history)]
 
     def __repr__(self) -> str:
-        return " | ".join(map(repr, self.parts))
+        return " | ".join(map(repr, self.members))
 
 
 def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[str]]:
@@ -176,12 +200,12 @@ def worth_a_grace(line: Sequence[CheckpointFacts], policy: KeepPolicy) -> set[Ch
     """
     whole = [facts for facts in line if not facts.suspect]
     firsts = [whole, [facts for facts in whole if facts.verified]]
-    firsts += [Best(1, part.metric, part.mode).ranked(whole) for part in _parts(policy) if isinstance(part, Best)]
+    firsts += [Best(1, part.metric, part.mode).ranked(whole) for part in policy.parts() if isinstance(part, Best)]
     return {found[0].id for found in firsts if found}
 
 
-def _parts(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
-    return policy.parts if isinstance(policy, Union) else (policy,)
+def _members(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
+    return policy.members if isinstance(policy, Union) else (policy,)
 
 
 def _joined(opinions: Sequence[Opinion]) -> Opinion:
@@ -260,69 +284,6 @@ class EveryHours(Milestones):
         return f"keep.every(hours={self.hours:g})"
 
 
-@dataclass(frozen=True, slots=True)
-class Calendar(Milestones):
-    """The milestones of days or of weeks in UTC: for good, or of the `last` so many, counted back from the newest."""
-
-    unit: Literal["day", "week"]
-    last: int | None
-
-    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
-        opinions, newest = Milestones.judge(self, history), _newest_s(history)
-        if self.last is None or newest is None:
-            return opinions
-        first = self._number(newest) - self.last + 1
-        before = Opinion(False, f"before the last {self.last} {self.unit}{'s' * (self.last > 1)}")
-        spans = map(self.span, history)
-        return [
-            before if span is not None and span < first else opinion
-            for span, opinion in zip(spans, opinions, strict=True)
-        ]
-
-    def span(self, facts: CheckpointFacts) -> int | None:
-        return None if facts.created_s is None else self._number(facts.created_s)
-
-    def _number(self, seconds: float) -> int:
-        day = math.floor(seconds / 86_400)
-        return day if self.unit == "day" else (day + 3) // 7  # 1970 began on a Thursday, a week begins on Monday
-
-    def name(self, span: int) -> str:
-        return f"the milestone of its {self.unit}"
-
-    def outside(self) -> str:
-        return "does not say when it was saved"
-
-    def __repr__(self) -> str:
-        return f"keep.{'daily' if self.unit == 'day' else 'weekly'}({self.last or ''})"
-
-
-@dataclass(frozen=True, slots=True)
-class Within(KeepPolicy):
-    days: float
-
-    def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
-        newest = _newest_s(history)
-        words = f"within {self.days:g} {'day' if self.days == 1 else 'days'} of the newest"
-        opinions = []
-        for facts in history:
-            if facts.created_s is None or newest is None:
-                opinions.append(Opinion(False, "does not say when it was saved"))
-            elif facts.created_s < newest - self.days * 86_400:
-                opinions.append(Opinion(False, f"not {words}"))
-            else:
-                opinions.append(Opinion(True, words if facts.walk is not None else f"{words}, {LEFT_BEHIND}"))
-        return opinions
-
-    def __repr__(self) -> str:
-        return f"keep.within(days={self.days:g})"
-
-
-def _newest_s(history: Sequence[CheckpointFacts]) -> float | None:
-    """Returns the time from which ages are counted: the older of the times of the two newest checkpoints. A single save
-    by a clock that ran ahead would otherwise make all others look old, and remove them."""
-    return min([facts.created_s for facts in history if facts.created_s is not None][:2], default=None)
-
-
 def _milestone_order(facts: CheckpointFacts) -> tuple[int, int, int]:
     """Orders the current line of training first, as saved, then abandoned checkpoints, later attempts first. Uses no
     clock."""
@@ -374,6 +335,12 @@ def every(*, steps: int | None = None, hours: float | None = None) -> KeepPolicy
     return parts[0] if len(parts) == 1 else Union(tuple(parts))
 
 
+def hourly(hours: int | None = None) -> KeepPolicy:
+    """Keeps the first checkpoint of each hour in UTC: of the last `hours` hours that lead to the newest checkpoint, or
+    for good. See `daily`."""
+    return _calendar("hour", hours)
+
+
 def daily(days: int | None = None) -> KeepPolicy:
     """Keeps the first checkpoint of each day in UTC: of the last `days` days that lead to the newest checkpoint, or for
     good.
@@ -381,22 +348,90 @@ def daily(days: int | None = None) -> KeepPolicy:
     The same as `keep.every(hours=24)` but for `days`, and as careful about clocks. Ages count from the older one of the
     two newest checkpoints, so that one save by a clock that ran ahead removes nothing.
     """
-    return Calendar("day", None if days is None else whole_number(days, "keep.daily({})"))
+    return _calendar("day", days)
 
 
 def weekly(weeks: int | None = None) -> KeepPolicy:
     """Keeps the first checkpoint of each week, which begins on Monday in UTC: of the last `weeks` weeks, or for good.
     See `daily`."""
-    return Calendar("week", None if weeks is None else whole_number(weeks, "keep.weekly({})"))
+    return _calendar("week", weeks)
 
 
-def within(*, days: float) -> KeepPolicy:
-    """Keeps every checkpoint saved at most `days` days (0.5: twelve hours) before the newest one, by the clocks of the
-    machines that saved, also one that a rollback left behind. Ages count as in `daily`.
+def monthly(months: int | None = None) -> KeepPolicy:
+    """Keeps the first checkpoint of each month of the calendar in UTC: of the last `months` months, or for good. See
+    `daily`."""
+    return _calendar("month", months)
+
+
+def yearly(years: int | None = None) -> KeepPolicy:
+    """Keeps the first checkpoint of each year in UTC: of the last `years` years, or for good. See `daily`."""
+    return _calendar("year", years)
+
+
+def _calendar(unit: Unit, last: int | None) -> KeepPolicy:
+    from tenuto.policy.calendar import CALENDAR, Calendar  # a load of the latest needs no policies
+
+    return Calendar(unit, None if last is None else whole_number(last, f"keep.{CALENDAR[unit]}({{}})"))
+
+
+def within(*, hours: float | None = None, days: float | None = None, weeks: float | None = None) -> KeepPolicy:
+    """Keeps every checkpoint saved at most so long (`days=1, hours=12`: 36 hours) before the newest one, by the clocks
+    of the machines that saved, also one that a rollback left behind. Ages count as in `daily`.
 
     No age passes while nothing is saved: a training that pauses loses nothing.
     """
-    return Within(duration(days, "keep.within(days={})"))
+    from tenuto.policy.calendar import Within
+
+    given = {"weeks": weeks, "days": days, "hours": hours}
+    spans = {unit: duration(value, f"keep.within({unit}={{}})") for unit, value in given.items() if value is not None}
+    if not spans:
+        raise UsageError("keep.within() of what?", hint="write keep.within(hours=36), keep.within(days=2)")
+    return Within(tuple(spans.items()))
+
+
+def after(event: Literal["attempt", "fork"]) -> KeepPolicy:
+    """Keeps the first checkpoint after each event that a repository records, for good.
+
+    "attempt": a process began to train: at the start, after each restart and after each rollback.
+    "fork": a process began to train from a checkpoint of another run.
+    """
+    from tenuto.policy.calendar import EVENTS, After
+
+    if event not in EVENTS:
+        known = " and ".join(map(repr, EVENTS))
+        raise UsageError(
+            f"{event!r} is not an event that a repository records; there are {known}",
+            subject=str(event),
+            hint="'attempt': each start, restart and rollback",
+        )
+    return After(event)
+
+
+def limit(
+    policy: KeepPolicy,
+    *,
+    bytes: int | str | None = None,
+    cost: float | None = None,
+    per_gib_month: float | None = None,
+) -> KeepPolicy:
+    """Keeps of what `policy` keeps as much as fits into a budget: the least worth goes until the rest does.
+
+    bytes: what the data files of the run may take: a number, or text such as "2TB".
+    cost, per_gib_month: or what they may cost in a month, and what a GiB costs in one, in any currency.
+
+    What goes first: the oldest of the milestones and of what else is kept by age; then the oldest of `latest`; then the
+    worst of `best`. What is never removed counts, and stays even where it alone is more than the budget, which is a
+    warning. So does what one of those rests on: removing that would free nothing. What lies in the trash is not
+    counted.
+    """
+    from tenuto.policy.budget import Limit, budget_of
+
+    inner: object = policy
+    if not isinstance(inner, KeepPolicy):
+        raise UsageError(
+            f"keep.limit({policy!r}) does not say what to keep", hint='keep.limit(keep.all(), bytes="2TB")'
+        )
+    return Limit(inner, budget_of(bytes, cost, per_gib_month))
 
 
 def all() -> KeepPolicy:
@@ -422,6 +457,8 @@ def _read(node: ast.expr) -> KeepPolicy:
             return _read(left) | _read(right)
         case ast.Call(ast.Attribute(ast.Name("keep"), name), arguments, keywords) if name in _READABLE:
             values = {one.arg: ast.literal_eval(one.value) for one in keywords if one.arg is not None}
+            if name == "limit":
+                return limit(*map(_read, arguments), **values)
             return _READABLE[name](*map(ast.literal_eval, arguments), **values)
         case _:
             raise ValueError("not a policy of this module")
@@ -550,8 +587,13 @@ _READABLE: Final[Mapping[str, Callable[..., KeepPolicy]]] = {
     "latest": latest,
     "best": best,
     "every": every,
+    "hourly": hourly,
     "daily": daily,
     "weekly": weekly,
+    "monthly": monthly,
+    "yearly": yearly,
     "within": within,
+    "after": after,
+    "limit": limit,
     "all": all,
 }

@@ -56,7 +56,7 @@ class CatalogEntry:
 
     length, digest: of the manifest object. bytes: of its own packs. ranks: how many indexes it names. files: what its
     save said that it would write, where this process saved it; empty where another did. bases: the checkpoints on whose
-    packs it rests. healthy: as its manifest says.
+    packs it rests. healthy: as its manifest says. parent: what its attempt began from.
     """
 
     length: int
@@ -68,6 +68,7 @@ class CatalogEntry:
     files: tuple[str, ...] = ()
     bases: tuple[CheckpointId, ...] = ()
     healthy: bool = True
+    parent: CheckpointId | None = None
 
 
 @dataclass(slots=True)
@@ -192,6 +193,7 @@ def _entry_of(manifest: Manifest, data: bytes) -> CatalogEntry:
         metrics=dict(manifest.metrics),
         bases=manifest.bases,
         healthy=is_healthy(manifest),
+        parent=manifest.parent,
     )
 
 

@@ -21,10 +21,11 @@ from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read.chunk_reader import threads_for
 from tenuto.errors import CorruptionError, RunNotFound, TenutoError, did_you_mean, typed
 from tenuto.maintenance.census import Census, SaveDirectory, census_of, classify_all, list_names
-from tenuto.maintenance.facts import gather_facts, seconds_of
+from tenuto.maintenance.facts import gather_facts
 from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Json, Manifest, Note
+from tenuto.model.sizes import seconds_of
 from tenuto.model.timing import Timing
 from tenuto.policy.keep import protections, recorded
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of

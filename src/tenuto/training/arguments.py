@@ -13,7 +13,7 @@ from tenuto.model.ids import run_key
 from tenuto.policy import every, keep, on
 from tenuto.policy import keep as keeping
 from tenuto.policy.encoding import Encoding, encoding_of
-from tenuto.policy.keep import Best, KeepPolicy, Union
+from tenuto.policy.keep import Best, KeepPolicy
 from tenuto.policy.numbers import metric_name, min_or_max
 from tenuto.policy.save import EveryOptimum, EveryStall, OnImprove, SavePolicy, parts_of
 from tenuto.repo.best import BestSelector, Mode
@@ -198,7 +198,7 @@ def modes(save: SavePolicy, keep: KeepPolicy) -> Mapping[str, Mode]:
 
 
 def _parts(save: SavePolicy, keep: KeepPolicy) -> list[SavePolicy | KeepPolicy]:
-    return [*parts_of(save), *(keep.parts if isinstance(keep, Union) else (keep,))]
+    return [*parts_of(save), *keep.parts()]
 
 
 def _one_of(known: tuple[str, str], what: str, value: object) -> object:

@@ -65,6 +65,7 @@ class RetentionWorker:
         self._rounds = BackgroundRounds("tenuto-retention", self._begun)
         self._attempt: Attempt | None = None
         self._looked_into_trash: float | None = None
+        self._warned_of_budget = False
         self._step = 0
         """The last committed step."""
         self._everything = False
@@ -118,6 +119,9 @@ class RetentionWorker:
             policy, copying = self._tiers.policy(), self._tiers.copying
             plan = plan_retention(self._repo, attempt, policy, self._catalog, copying=copying)
             going = len(plan.dropped)
+            if plan.warnings and not self._warned_of_budget:
+                self._warned_of_budget = True
+                self._warn(f"retention of run {attempt.run!r}: {'; '.join(plan.warnings)}")
             if not everything and remote and 0 < going < (len(plan.verdicts) - going) // TOGETHER:
                 with self._state:
                     self._put_off = self._put_off or (attempt, 0)

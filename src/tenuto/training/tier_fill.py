@@ -14,11 +14,11 @@ from tenuto.concurrency.deadlines import within
 from tenuto.errors import CheckpointNotFound, DeadlineExceeded, OwnershipError, StoreError, in_words
 from tenuto.events import Emitter, TierLag, TierSkipped
 from tenuto.maintenance import tier_copies
-from tenuto.maintenance.facts import seconds_of
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.retention import execute, plan_retention
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
+from tenuto.model.sizes import seconds_of
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Moment, SaveHistory
 from tenuto.repo.bases import rests_on
@@ -296,6 +296,7 @@ class FollowerFill(TierFill):
         self._catalog = Catalog()
         self._announced = False
         self._over = False
+        self._warned_of_budget = False
         self._last: CheckpointId | None = None
         self._half: CheckpointId | None = None
         """A checkpoint whose copy has failed, so that a part of it may lie there."""
@@ -412,6 +413,9 @@ class FollowerFill(TierFill):
             return self._relied_on() or {}
 
         plan = plan_retention(self._there, there, policy, self._catalog, grace="none", copying=copying)
+        if plan.warnings and not self._warned_of_budget:
+            self.report(f"{self.tier.name}: {'; '.join(plan.warnings)}")
+        self._warned_of_budget = bool(plan.warnings)
         gone = execute(self._there, there, plan, emitter=self.emitter, catalog=self._catalog, copying=copying)
         with self.lock:
             self.whole.difference_update(gone)

@@ -134,3 +134,54 @@ def test_best_without_a_mode_goes_by_the_one_that_training_recorded(cli, tmp_pat
             ckpt.log(acc=step / 10)
     out = cli("keep", tmp_path / "ckpts", "--best", "1:acc", "--dry-run", "--json")[1]
     assert json.loads(out)["policy"] == "keep.best(1, 'acc', mode='max')"
+
+
+def test_keep_by_the_calendar_and_within_a_budget(cli, made):
+    options = [
+        "--latest",
+        "1",
+        "--best",
+        "1:loss",
+        "--hourly",
+        "24",
+        "--monthly",
+        "12",
+        "--yearly",
+        "10",
+        "--within",
+        "36h",
+        "--after",
+        "attempt",
+    ]
+    status, out, err = cli("keep", made, "--run", "gpt", *options, "--budget", "700KiB", "--dry-run", "--json")
+    found = json.loads(out)
+    assert (status, err, found["warnings"]) == (0, "", [])
+    assert found["policy"] == (
+        "keep.limit(keep.latest(1) | keep.best(1, 'loss', mode='min') | keep.hourly(24) | keep.monthly(12) | "
+        "keep.yearly(10) | keep.within(hours=36) | keep.after('attempt'), bytes=716800)"
+    )
+    kept = {f"a{row['checkpoint']['attempt']}/{row['checkpoint']['step']}" for row in found["plan"] if row["keep"]}
+    assert kept == {"a2/7", "a2/5", "a1/8"}, "198 KiB each: latest, the last one verified and the best stay"
+    reasons = [row["reason"] for row in found["plan"] if not row["keep"]]
+    assert set(reasons) == {"beyond the budget of 700 KiB"}
+
+
+def test_a_budget_that_cannot_be_met_is_a_warning_that_names_what_may_not_go(cli, made):
+    status, out, err = cli("keep", made, "--run", "gpt", "--budget", "1KiB", "--dry-run")
+    assert (status, out.splitlines()[0]) == (0, "run gpt: keep.limit(keep.all(), bytes=1024)")
+    assert err == (
+        "warning: the budget of 1.00 KiB is not met, since what may not go takes 397 KiB: "
+        "a0002/7 (what latest means), a0002/5 (the last one verified)\n"
+    )
+
+
+def test_keep_refuses_what_is_no_policy(cli, made):
+    for options, words in (
+        ((), "nothing says what to keep"),
+        (("--within", "soon"), "--within='soon' is not a time"),
+        (("--budget", "much"), "--budget='much' is not a number of bytes"),
+        (("--after", "lunch"), "'lunch' is not an event"),
+        (("--monthly", "0"), "keep.monthly(0) would never be reached"),
+    ):
+        status, out, err = cli("keep", made, "--run", "gpt", *options)
+        assert (status, out) == (2, "") and words in err, options

@@ -332,3 +332,45 @@ def test_ls_says_which_process_trains_a_run_now(cli, place):
         process.communicate()
     assert "training" not in cli("ls", place)[1]
     assert json.loads(cli("ls", place, "--json", "--run", "gpt")[1])["runs"][0]["owner"] is None
+
+
+def test_ls_lists_what_matches_of_all_runs(cli, place):
+    status, out, err = cli("ls", place, "--where", "loss < 0.3 and not verified", "--sort=-step", "--limit", "3")
+    assert (status, err) == (0, "")
+    assert [line.split()[:3] for line in out.splitlines()[1:-1]] == [
+        ["gpt", "a0001", "8"],
+        ["gpt", "a0002", "7"],
+        ["gpt", "a0001", "6"],
+    ]
+    assert out.splitlines()[-1] == "3 checkpoints"
+    found = json.loads(cli("ls", place, "--where", "late < 1", "--json")[1])
+    assert found["condition"] == "late < 1"
+    (row,) = found["checkpoints"]
+    assert (row["run"], row["step"], row["metrics"]["late"], row["latest"]) == ("gpt", 7, 0.25, True)
+    assert [row["run"] for row in json.loads(cli("ls", place, "--sort", "run", "--json")[1])["checkpoints"]] == [
+        *["gpt"] * 6,
+        "small",
+    ]
+    assert cli("ls", place, "--run", "small", "--refresh")[1].splitlines()[1].split()[:3] == ["small", "a0001", "1"]
+    assert cli("ls", place, "--run", "small", "--where", "step > 1 or loss > 9")[2] == "no checkpoint matches\n"
+
+
+def test_ls_refuses_what_a_query_cannot_be(cli, place):
+    for words, code, problem in (
+        (("--where", "loss <"), 2, "'loss <', column 7: not understood"),
+        (("--where", "los < 1"), 2, "did you mean 'loss'?"),
+        (("--sort", "los"), 2, "did you mean 'loss'?"),
+        (("--where", "loss < 1", "--run", "gtp"), 11, "did you mean 'gpt'?"),
+        (("--where", "loss < 1", "--trash"), 2, "--trash has no conditions"),
+        (("--where", "loss < 1", "--all", "--limit", "3"), 2, "contradict each other"),
+    ):
+        status, out, err = cli("ls", place, *words)
+        assert (status, out) == (code, "") and problem in " ".join(err.split()), (words, err)
+
+
+def test_plain_ls_keeps_no_catalog(cli, place, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cli("ls", place)
+    assert not (tmp_path / "cache").exists()
+    cli("ls", place, "--where", "step > 1")
+    assert len(list((tmp_path / "cache").rglob("*.sqlite"))) == 1

@@ -23,20 +23,21 @@ def facts(line):
     tags = tuple(given.pop("tags").split(",")) if "tags" in given else ()
     copied_to = given.pop("copied", "")
     created_s = created(given.pop("created")) if "created" in given else None
+    forked_from, nbytes = given.pop("forked", ""), int(given.pop("bytes", 0))
+    bases = tuple(CheckpointId("gpt", *map(int, base.split("/"))) for base in given.pop("on", "").split(",") if base)
     metrics = {key: float(value) for key, value in given.items() if key != "needed"}
     flags = {word.replace("-", "_"): True for word in words if "=" not in word}
     needed = tuple(w.split("=")[1].replace("_", " ") for w in words if w.startswith("needed="))
     walk = None if place == "-" else int(place)
     id = CheckpointId("gpt", int(attempt), int(step))
-    return CheckpointFacts(
-        id, walk, metrics, created_s=created_s, tags=tags, needed_by=needed, copied_to=copied_to, **flags
-    )
+    more = {"created_s": created_s, "tags": tags, "needed_by": needed, "copied_to": copied_to, **flags}
+    return CheckpointFacts(id, walk, metrics, bytes=nbytes, bases=bases, forked_from=forked_from, **more)
 
 
 def created(text):
-    """`day.hour`, counted from 1970 as the clock of the saving machine said it."""
-    day, hour = text.split(".")
-    return (int(day) * 24 + int(hour)) * 3600.0
+    """`day.hour` or `day.hour.minute`, counted from 1970 as the clock of the saving machine said it."""
+    day, hour, minute = map(int, f"{text}.0".split(".")[:3])
+    return (day * 24 + hour) * 3600.0 + minute * 60
 
 
 def keep_table(policy, lines):

@@ -1,3 +1,4 @@
+import datetime
 import math
 
 import pytest
@@ -144,27 +145,41 @@ def histories(draw):
                 "metrics": {} if loss is None else {"loss": loss},
                 "verified": draw(st.integers(0, 3)) == 0,
                 "suspect": draw(st.integers(0, 5)) == 0,
-                "created_s": draw(st.one_of(st.none(), st.integers(0, 200_000).map(float))),
+                "created_s": draw(st.one_of(st.none(), st.integers(0, 200_000).map(float), st.sampled_from(JUMPS))),
                 "pinned": draw(st.integers(0, 7)) == 0,
                 "tags": ("baseline",) if draw(st.integers(0, 7)) == 0 else (),
                 "held": draw(st.integers(0, 7)) == 0,
                 "copied_to": "s3://bucket" if draw(st.integers(0, 7)) == 0 else "",
                 "needed_by": ("run b was started from it",) if draw(st.integers(0, 7)) == 0 else (),
+                "bytes": draw(st.integers(0, 9)),
+                "bases": tuple(CheckpointId("r", *key) for key in sorted(facts) if draw(st.integers(0, 5)) == 0),
+                "forked_from": "base" if attempt == 1 else "",
             }
     position = {key: place for place, key in enumerate(reversed(walk))}
     history = [CheckpointFacts(CheckpointId("r", *key), position.get(key), **fact) for key, fact in facts.items()]
     return draw(st.permutations([facts for facts in history if draw(st.integers(0, 4))]))
 
 
+JUMPS = (-4e9, 0.0, 86_400.0 * 59, 86_400.0 * 365, 4e9)
+"""Times of clocks that jump."""
 counts = st.integers(1, 4)
+spans = st.builds(
+    lambda made, last: made(last),
+    st.sampled_from([keep.hourly, keep.daily, keep.weekly, keep.monthly, keep.yearly]),
+    st.none() | counts,
+)
+ages = st.builds(lambda unit, n: keep.within(**{unit: n}), st.sampled_from(["hours", "days", "weeks"]), counts)
+events = st.sampled_from(["attempt", "fork"]).map(keep.after)
 latest_policies = counts.map(keep.latest)
 best_policies = st.builds(keep.best, counts, st.just("loss"), st.sampled_from(["min", "max"]))
 milestones = st.one_of(
     st.integers(1, 15).map(lambda n: keep.every(steps=n)),
     st.sampled_from([0.5, 6, 24]).map(lambda h: keep.every(hours=h)),
 )
-singles = st.one_of(st.just(Nothing()), latest_policies, best_policies, milestones)
-policies = st.one_of(singles, st.builds(lambda one, other: one | other, singles, singles))
+singles = st.one_of(st.just(Nothing()), latest_policies, best_policies, milestones, spans, ages, events)
+unlimited = st.one_of(singles, st.builds(lambda one, other: one | other, singles, singles))
+limits = st.builds(lambda one, nbytes: keep.limit(one, bytes=nbytes), unlimited, st.integers(1, 60))
+policies = st.one_of(unlimited, limits)
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)
@@ -241,6 +256,42 @@ def test_removing_what_was_judged_and_judging_again_removes_nothing_more_of_the_
     assert all(verdict.keep for verdict in again)
 
 
+def taken(history):
+    """Bytes of these checkpoints and of those on which they rest."""
+    return {id for facts in history for id in (facts.id, *facts.bases)}
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(histories(), limits)
+def test_a_limit_keeps_of_what_its_policy_keeps_what_fits_and_the_least_worth_goes(history, policy):
+    size = {facts.id: facts.bytes for facts in history}
+    why = protections(sorted(history, key=lambda facts: facts.age_key, reverse=True))
+    protected = [facts for facts in history if why[facts.id]]
+    before = {verdict.id for verdict in policy.inner.decide(history) if verdict.keep}
+    after = {verdict.id for verdict in policy.decide(history) if verdict.keep}
+    left = [facts for facts in history if facts.id in after]
+    nbytes, most = sum(size.get(id, 0) for id in taken(left)), policy.budget.nbytes
+    assert {facts.id for facts in protected} <= after <= before
+    may_go = [facts for facts in left if facts.id not in taken(protected)]
+    assert nbytes <= most or not may_go
+    assert bool(policy.warnings(history)) == (sum(size.get(id, 0) for id in taken(protected)) > most)
+    if before == after:
+        return
+    gone = [facts for facts in history if facts.id in before - after]
+    named = {"newest": [], "other": []}
+    for facts, opinion in zip(history, policy.inner.judge(history), strict=True):
+        best = any("best" in part for part in opinion.reason.split("; "))
+        newest = any("newest" in part and "within" not in part for part in opinion.reason.split("; "))
+        if opinion.keep and not best:
+            named["newest" if newest or "may still be noted" in opinion.reason else "other"].append(facts)
+    for kind in named.values():
+        stay = [facts.age_key for facts in kind if facts in may_go]
+        went = [facts.age_key for facts in kind if facts in gone]
+        assert not stay or not went or max(went) < min(stay), "the older goes first"
+    if any(facts in gone for facts in named["newest"]):
+        assert not any(facts in may_go for facts in named["other"]), "milestones go before the newest"
+
+
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(histories(), st.integers(1, 15))
 def test_every_span_that_has_a_whole_checkpoint_keeps_one(history, n):
@@ -283,6 +334,19 @@ def test_spans_of_hours_begin_at_midnight_and_without_a_time_nothing_is_a_milest
         (lambda: keep.daily(0), r"keep.daily\(0\) would never be reached"),
         (lambda: keep.weekly(1.5), r"keep.weekly\(1.5\) is not a whole number"),
         (lambda: keep.within(days=0), r"keep.within\(days=0\) is not a duration"),
+        (lambda: keep.within(), r"within\(\) of what"),
+        (lambda: keep.within(weeks=-1), r"keep.within\(weeks=-1\) is not a duration"),
+        (lambda: keep.hourly(0), r"keep.hourly\(0\) would never be reached"),
+        (lambda: keep.monthly("3"), r"keep.monthly\('3'\) is not a whole number"),
+        (lambda: keep.yearly(True), r"keep.yearly\(True\) is not a count"),
+        (lambda: keep.after("rollback"), "'rollback' is not an event"),
+        (lambda: keep.limit(keep.all()), "no budget"),
+        (lambda: keep.limit(keep.all(), cost=1), "a cost and no price"),
+        (lambda: keep.limit(keep.all(), per_gib_month=1), "a price and no cost"),
+        (lambda: keep.limit(keep.all(), bytes=1, cost=1, per_gib_month=1), "two budgets"),
+        (lambda: keep.limit(keep.all(), bytes=0), "bytes=0 is not a number of bytes"),
+        (lambda: keep.limit(keep.all(), cost=0, per_gib_month=1), "not a duration"),
+        (lambda: keep.limit(every(steps=3), bytes=1), "does not say what to keep"),
         (lambda: keep.every(steps=0), "would never be reached"),
         (lambda: keep.every(steps=2.5), "not a whole number"),
         (lambda: keep.every(hours=0), "not a duration"),
@@ -299,6 +363,44 @@ def test_milestones_are_written_as_one_writes_them():
     policy = keep.every(steps=1000, hours=0.5) | keep.latest(1)
     assert repr(policy) == "keep.every(steps=1000) | keep.every(hours=0.5) | keep.latest(1)"
     assert eval(repr(policy)) == policy
+
+
+def test_policies_are_written_as_one_writes_them():
+    for written in (
+        "keep.hourly(24) | keep.daily() | keep.weekly(8) | keep.monthly(12) | keep.yearly(10)",
+        "keep.within(hours=36) | keep.within(weeks=1, days=2) | keep.after('fork')",
+        "keep.limit(keep.all(), bytes='2TB')",
+        "keep.limit(keep.latest(1) | keep.best(1, 'loss', mode='min'), cost=100, per_gib_month=0.023) | keep.latest(2)",
+    ):
+        assert repr(eval(written)) == written and eval(written) == eval(written)
+
+
+def test_months_and_years_are_those_of_the_calendar():
+    policy = keep.monthly()
+    for day in [*range(-1000, 1500), *range(-800_000, 2_000_000, 9973)]:
+        date = datetime.date.fromordinal(min(max(day + 719_163, 1), datetime.date.max.toordinal()))
+        facts = CheckpointFacts(CheckpointId("r", 1, 1), 0, created_s=(date.toordinal() - 719_163) * 86_400.0 + 5)
+        assert policy.span(facts) == date.year * 12 + date.month - 1
+        assert keep.yearly().span(facts) == date.year
+
+
+def test_a_limit_is_asked_about_its_metrics_and_keeps_not_everything():
+    policy = keep.limit(keep.all() | keep.best(1, "loss"), bytes="1GB")
+    assert policy.metrics() == {"loss"} and not policy.keeps_all() and not (policy | keep.latest(1)).keeps_all()
+    assert [type(part).__name__ for part in (policy | keep.latest(1)).parts()] == ["All", "Best", "Latest"]
+
+
+def test_what_a_budget_cannot_meet_is_named():
+    history = [
+        CheckpointFacts(CheckpointId("r", 1, 300 - 100 * place), place, bytes=1 << 30, pinned=place == 1)
+        for place in range(3)
+    ]
+    assert keep.limit(keep.all(), bytes="3GiB").warnings(history) == []
+    (words,) = (keep.limit(keep.all(), bytes="1GiB") | keep.latest(1)).warnings(history)
+    assert words == (
+        "the budget of 1.00 GiB is not met, since what may not go takes 2.00 GiB: "
+        "a0001/300 (what latest means), a0001/200 (pinned)"
+    )
     policy = keep.daily() | keep.daily(7) | keep.weekly(2) | keep.within(days=0.5)
     assert repr(policy) == "keep.daily() | keep.daily(7) | keep.weekly(2) | keep.within(days=0.5)"
     assert eval(repr(policy)) == policy

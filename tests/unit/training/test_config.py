@@ -230,13 +230,20 @@ def test_the_settings_of_a_large_job_are_what_code_would_say(monkeypatch: pytest
         | on.drop("loss", by="10%")
         | on.end()
         | on.signal(),
-        keep=keep.latest(3)
-        | (keep.best(2, "val_loss") | keep.best(1, "accuracy", mode="max"))
-        | keep.every(steps=50_000)
-        | keep.every(hours=48)
-        | keep.within(days=1)
-        | keep.daily(14)
-        | keep.weekly(),
+        keep=keep.limit(
+            keep.latest(3)
+            | (keep.best(2, "val_loss") | keep.best(1, "accuracy", mode="max"))
+            | keep.every(steps=50_000)
+            | keep.every(hours=48)
+            | keep.within(days=1)
+            | keep.hourly(24)
+            | keep.daily(14)
+            | keep.weekly()
+            | keep.monthly(12)
+            | keep.yearly(10)
+            | keep.after("fork"),
+            bytes=20 * 10**12,
+        ),
         memory=every(steps=20),
     )
 
@@ -279,10 +286,21 @@ CLASSES = {
     "keep.within": (keep.within, ()),
     "keep.daily": (keep.daily, ()),
     "keep.weekly": (keep.weekly, ()),
+    "keep.hourly": (keep.hourly, ()),
+    "keep.monthly": (keep.monthly, ()),
+    "keep.yearly": (keep.yearly, ()),
+    "keep.after": (keep.after, ()),
+    "keep.limit": (keep.limit, ()),
     "JsonLines": (tenuto.telemetry.JsonLines, ()),
     **{name: (home, ()) for name, home in objects._CLASSES.items()},
 }
-OF_PLACES = {"Mirror": {"places"}, "Stripe": {"places"}, "Tiers": {"tiers"}, "Cached": {"where"}}
+OF_PLACES = {
+    "keep.limit": {"policy"},
+    "Mirror": {"places"},
+    "Stripe": {"places"},
+    "Tiers": {"tiers"},
+    "Cached": {"where"},
+}
 """Arguments that are the list `where`, or what the key is in."""
 
 
@@ -366,6 +384,9 @@ def test_every_key_is_documented() -> None:
         ("[save]\nend = false\nsignal = false", "tenuto.toml:2: save never asks for a save"),
         ("[memory]", "tenuto.toml:2: memory never asks for a save"),
         ("[keep]\nall = false", "tenuto.toml:2: keep names nothing to keep"),
+        ('[keep]\nlatest = 2\nbudget = "1TB"\ncost = 3', "tenuto.toml:5: keep has two budgets"),
+        ("[keep]\nlatest = 2\ncost = 3", "tenuto.toml:4: keep needs both a cost and a price"),
+        ("[keep]\ncost_per_gib_month = 0.02", "tenuto.toml:3: keep needs both a cost and a price"),
         ("[keep]\nlatest = 2\nall = true", "tenuto.toml:4: keep keeps all, and latest of it"),
         ('run = "a/b"', "tenuto.toml:2: "),
         ('resume_from = "b!"', "tenuto.toml:2: resume_from='b!' is neither 'latest', a step"),

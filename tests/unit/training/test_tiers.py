@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,12 +21,14 @@ from support.broken_places import damage
 from support.rank_threads import together
 from support.said import lines_said, said
 from tenuto import Tier, Tiers, every, keep, on
+from tenuto.engine.save import job
 from tenuto.errors import RepositoryError, RunInUse, StoreDenied, StoreError, StoreFull, TenutoError, UsageError
 from tenuto.events import TierLag, TierSkipped
 from tenuto.maintenance import remove, replicate
 from tenuto.maintenance.verify import assert_whole
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Receipt
+from tenuto.policy.keep import KeepPolicy
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Content, Entry, Listing, Reader
 from tenuto.store.registry import open_store
@@ -510,3 +513,30 @@ def test_two_nodes_fill_a_shared_home_and_lose_one_of_them(tmp_path: Path) -> No
 def test_tiers_that_make_no_sense_are_refused(make: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"),
+    [
+        (keep.hourly() | keep.monthly(2) | keep.yearly(), [1, 6]),
+        (keep.after("attempt"), [1, 2, 3, 4, 5, 6]),
+        (keep.after("fork"), [6]),
+        (keep.within(hours=1), [1, 2, 3, 4, 5, 6]),
+        (keep.limit(keep.all(), bytes=3 * 8 * SIZE + 40_000), [4, 5, 6]),
+        (keep.limit(keep.latest(4) | keep.after("attempt"), cost=1, per_gib_month=2e3), [4, 5, 6]),
+    ],
+    ids=repr,
+)
+def test_every_policy_is_one_of_a_tier_too(fast: Path, slow: Path, policy: KeepPolicy, left: list[int]) -> None:
+    # All at one moment of the clock: no hour, month or year begins between the saves.
+    with mock.patch.object(job, "now_text", lambda: "2026-01-31T12:00:00Z"):
+        for step in range(1, 7):
+            train(Tiers(Tier(fast), Tier(slow, keep=policy)), step, keep=keep.all())
+    assert steps_in(fast) == [1, 2, 3, 4, 5, 6]
+    assert steps_in(slow) == left
+
+
+def test_a_tiers_budget_below_what_may_not_go_is_a_warning(fast: Path, slow: Path) -> None:
+    with said("the budget of 1000 B is not met, since what may not go takes"):
+        train(Tiers(Tier(fast), Tier(slow, keep=keep.limit(keep.all(), bytes="1kB"))), 1)
+    assert steps_in(slow) == [1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +14,7 @@ from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository, run_of
 from tenuto.cli.console.output import Columns, agreed, print_grace_of_trash
 from tenuto.errors import UsageError
+from tenuto.model.sizes import parse_bytes, parse_time
 
 if TYPE_CHECKING:
     from tenuto.maintenance.retention import RetentionPlan
@@ -22,9 +26,11 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "tenuto keep /data/checkpoints --latest 3 --dry-run",
     "tenuto keep /data/checkpoints --run gpt --latest 1 --best 2:val_loss:min --every-steps 1000",
+    "tenuto keep /data/checkpoints --within 36h --daily 14 --monthly 12 --budget 2TB --yes     # from cron",
     "tenuto keep /data/checkpoints --latest 1 --now     # the disk is full",
 )
 BEST = "N:METRIC[:MODE]"
+CALENDAR = "Keep the first of each, of the last N."
 
 
 def keep(
@@ -34,15 +40,27 @@ def keep(
     latest: Annotated[int | None, typer.Option("--latest", metavar="N", help="Keep the newest N.")] = None,
     best: Annotated[
         list[str] | None,
-        typer.Option(
-            "--best", metavar=BEST, help="Keep the N best by METRIC; MODE is min or max, else what training recorded."
-        ),
+        typer.Option("--best", metavar=BEST, help="Keep the N best; MODE min or max, else as trained."),
     ] = None,
     every_steps: Annotated[
         int | None, typer.Option("--every-steps", metavar="N", help="Keep the first at or after each multiple of N.")
     ] = None,
     every_hours: Annotated[
         float | None, typer.Option("--every-hours", metavar="H", help="Keep the first of each H hours.")
+    ] = None,
+    hourly: Annotated[int | None, typer.Option("--hourly", metavar="N", help=CALENDAR)] = None,
+    daily: Annotated[int | None, typer.Option("--daily", metavar="N", help=CALENDAR)] = None,
+    weekly: Annotated[int | None, typer.Option("--weekly", metavar="N", help=CALENDAR)] = None,
+    monthly: Annotated[int | None, typer.Option("--monthly", metavar="N", help=CALENDAR)] = None,
+    yearly: Annotated[int | None, typer.Option("--yearly", metavar="N", help=CALENDAR)] = None,
+    within: Annotated[
+        str | None, typer.Option("--within", metavar="TIME", help="Keep all of the last 36h, 3d or 2w.")
+    ] = None,
+    after: Annotated[
+        list[str] | None, typer.Option("--after", metavar="EVENT", help="Keep the first after each attempt, or fork.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="SIZE", help="Of that, only what fits into 2TB.")
     ] = None,
     now: Annotated[bool, typer.Option("--now", help="Free the rest at once: it cannot be brought back.")] = False,
     dry_run: options.DryRun = False,
@@ -53,23 +71,32 @@ def keep(
     """Keep what is named; the rest goes into the trash.
 
     What any of the options keeps is kept; so is, always, the latest, the last one verified, and what a tag, a pin or
-    another run needs. `tenuto undelete` brings the rest back for 24 h; with --now it is freed at once, and there is no
-    way back. Refuses a run that a process trains now: that training's `keep` does this after each save.
+    another run needs. A budget lets the least worth of it go: first the oldest milestones, then the oldest of the
+    newest N, then the worst of the best. `tenuto undelete` brings the rest back for 24 h; with --now it is freed at
+    once, and there is no way back. Refuses a run that a process trains now: that training's `keep` does this after each
+    save.
     """
     from tenuto.maintenance.retention import preview, retain
     from tenuto.units import count, size
 
-    if latest is None and not best and every_steps is None and every_hours is None:
+    options = (latest, best, every_steps, every_hours, hourly, daily, weekly, monthly, yearly, within, after, budget)
+    if not any(option not in (None, []) for option in options):
         raise UsageError("nothing says what to keep", hint="--latest 3, --best 2:val_loss:min, --every-steps 1000")
+    calendar = {"hourly": hourly, "daily": daily, "weekly": weekly, "monthly": monthly, "yearly": yearly}
+    parts = _policies(latest, (every_steps, every_hours), calendar, within, after or [])
+    nbytes = None if budget is None else parse_bytes(budget, "--budget")
     repo = repository(where)
     name = run_of(repo, run)
     if name not in repo.runs():
         from tenuto.repo.lineage import resolve
 
         resolve(repo, name)  # raises, listing the existing runs
-    policy = _policy(latest, _best(repo, name, best or []), every_steps, every_hours)
+    bests = _best(repo, name, best or [])
+    policy = _combined([*parts[: latest is not None], *bests, *parts[latest is not None :]], nbytes)
     plan = preview(repo, name, policy, grace="none" if now else "all")
     removed: tuple[CheckpointId, ...] = ()
+    for warning in plan.warnings:
+        output.story(f"warning: {warning}")
     if not json:
         _print(plan)
     what = f"{count(len(plan.dropped), 'checkpoint')}, {size(_freed(plan))}"
@@ -77,8 +104,8 @@ def keep(
     if not dry_run and plan.dropped and agreed(question, yes=yes):
         plan, removed = retain(repo, name, policy, grace="none" if now else "all", report=output.story)
         if not json:
-            nbytes = size(sum(nbytes for id, nbytes in plan.bytes if id in removed))
-            output.line(f"{count(len(removed), 'checkpoint')} {f'freed, {nbytes}' if now else 'moved into the trash'}")
+            freed = size(sum(taken for id, taken in plan.bytes if id in removed))
+            output.line(f"{count(len(removed), 'checkpoint')} {f'freed, {freed}' if now else 'moved into the trash'}")
             if removed and not now:
                 print_grace_of_trash(repo.url)
     if json:
@@ -88,18 +115,30 @@ def keep(
         )
 
 
-def _policy(
-    latest: int | None, best: list[KeepPolicy], every_steps: int | None, every_hours: float | None
-) -> KeepPolicy:
+def _policies(
+    latest: int | None,
+    every: tuple[int | None, float | None],
+    calendar: Mapping[str, int | None],
+    within: str | None,
+    after: Sequence[str],
+) -> list[KeepPolicy]:
     from tenuto.policy import keep as keeping
 
-    parts = [*([keeping.latest(latest)] if latest is not None else []), *best]
-    if every_steps is not None or every_hours is not None:
-        parts.append(keeping.every(steps=every_steps, hours=every_hours))
-    policy = parts[0]
-    for part in parts[1:]:
-        policy = policy | part
-    return policy
+    parts = [keeping.latest(latest)] if latest is not None else []
+    if every != (None, None):
+        parts.append(keeping.every(steps=every[0], hours=every[1]))
+    parts += [getattr(keeping, name)(last) for name, last in calendar.items() if last is not None]
+    if within is not None:
+        parts.append(keeping.within(hours=parse_time(within, "--within") / 3600))
+    return parts + [keeping.after(event) for event in after]  # type: ignore[arg-type]  # checked there
+
+
+def _combined(parts: Sequence[KeepPolicy], nbytes: int | None) -> KeepPolicy:
+    """Returns all of the policies, within the budget; a budget alone is of everything."""
+    from tenuto.policy import keep as keeping
+
+    policy = functools.reduce(operator.or_, parts) if parts else keeping.all()
+    return policy if nbytes is None else keeping.limit(policy, bytes=nbytes)
 
 
 def _best(repo: Repo, run: str, texts: list[str]) -> list[KeepPolicy]:
@@ -156,6 +195,7 @@ def _json(plan: RetentionPlan, policy: KeepPolicy) -> dict[str, Any]:
     return {
         "run": plan.run,
         "policy": repr(policy),
+        "warnings": list(plan.warnings),
         "bytes": _freed(plan),
         "plan": [
             {

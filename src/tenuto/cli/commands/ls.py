@@ -14,16 +14,18 @@ from tenuto.cli.console.output import Columns, joined_marks
 from tenuto.cli.console.where import VARIABLE, default_place
 from tenuto.cli.views.ages import age_s
 from tenuto.errors import UsageError, typed
-from tenuto.model.ids import attempt_key
+from tenuto.model.ids import attempt_key, run_key
 from tenuto.units import age, count, size
 
 if TYPE_CHECKING:
     from tenuto.cli.views.run_listing import RunRows
+    from tenuto.repo.repository import Repo
 
 
 EXAMPLES = examples(
     "tenuto ls /data/checkpoints",
     "tenuto ls /data/checkpoints --run gpt --all",
+    "tenuto ls /data/checkpoints --where 'val_loss < 2 and step > 1000' --sort val_loss",
     "tenuto ls --memory                 # what processes of this node keep, or left, in memory",
     "tenuto ls /data/checkpoints --json | jq '.runs[].latest.step'",
 )
@@ -69,6 +71,14 @@ def ls(
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All of them.", show_default=False)] = False,
+    condition: Annotated[
+        str | None,
+        typer.Option("--where", metavar="TEXT", help='Of all runs, what matches: "val_loss < 2 and step > 9".'),
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option("--sort", metavar="NAME", help="Of all runs, by this, lowest first; -step: highest.")
+    ] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Look at every checkpoint first.")] = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -76,6 +86,12 @@ def ls(
 
     "best" is by the metrics that the training's policies use. "left behind" marks a checkpoint that does not lead to
     the latest: training went back to an earlier one. Damaged, aborted, removed and copied ones are marked as such.
+
+    --where and --sort list checkpoints of all runs in one table. They compare metrics, by name, and fields: `run,
+    attempt, step, size, stored, leaves, ranks, created, age, line, tag, best, pinned, held, verified, proven, damaged,
+    healthy`. Sizes and times are text: `size > "2 GiB" and age < "3d"`. Each that is listed is as the repository has
+    it now. What manifests and notes say is kept in the user's cache directory, so a note of the last hour (a metric
+    that was noted late, damage) may not count yet for which ones are listed: --refresh looks at all.
 
     Says which process trains a run now. Times are those of the machine that saved, in UTC. --step takes what is listed
     under STEP, and ATTEMPT/STEP where several attempts have that step.
@@ -89,6 +105,19 @@ def ls(
     repo = repository(where)
     if everything and limit is not None:
         raise UsageError("--all and --limit contradict each other", hint=typed("tenuto", "ls", where, "--all"))
+    if condition is not None or sort is not None or refresh:
+        if trash:
+            raise UsageError("--trash has no conditions: nothing is measured by what is removed", hint="leave one out")
+        _query(
+            repo,
+            run,
+            condition,
+            sort,
+            None if everything else limit or (None if json else PAGE),
+            refresh=refresh,
+            as_json=json,
+        )
+        return
     runs = listing(repo, run, None if everything or trash else PAGE if limit is None and not json else limit)
     if trash:
         runs = in_trash(runs)
@@ -107,6 +136,35 @@ def ls(
             output.story(f"… and {found.more:,} more{'' if shown else f', latest is {found.latest}'}: {rest}")
     if len(runs) > 1:
         output.line(f"\n{_total(runs)}")
+
+
+def _query(
+    repo: Repo,
+    run: str | None,
+    condition: str | None,
+    sort: str | None,
+    limit: int | None,
+    *,
+    refresh: bool,
+    as_json: bool,
+) -> None:
+    from tenuto.cli.views.query_table import print_rows
+    from tenuto.history.catalog_cache import query
+    from tenuto.history.query import Order, Query
+    from tenuto.repo.lineage import resolve
+
+    where = Query.parse("attempt > 0" if condition is None else condition)
+    if run is not None:
+        if run_key(run) not in repo.runs():
+            resolve(repo, run)  # raises, listing the existing runs
+        where = where.of_run(run)
+    order = None if sort is None else Order.parse(sort)
+    rows = query(repo, where, order, limit, refresh=refresh, report=output.story)
+    if as_json:
+        found = [{**row.json(), "age_s": age_s(row.created)} for row in rows]
+        output.document("ls", {"where": repo.url, "repository": repo.id, "condition": condition, "checkpoints": found})
+        return
+    print_rows(rows, [*([order.name] if order else []), *where.metrics])
 
 
 def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Final
 
 from typer.core import TyperCommand, TyperGroup
@@ -123,10 +124,14 @@ class PlainCommand(TyperCommand):
         params: list[Any] = list(self.get_params(ctx))
         arguments = [(_place(param), _explained(param)) for param in params if _is_argument(param)]
         own = [param for param in params if not _is_argument(param) and not set(param.opts) & set(COMMON)]
-        options = [(_spelling(param), _explained(param)) for param in own]
+        options = []  # those that mean the same, one after the other, stand together
+        for text, alike in groupby(own, _explained):
+            *others, last = alike
+            names = [*("/".join(sorted(param.opts, key=len)) for param in others), _spelling(last)]
+            options.append((", ".join(names), text))
         common = ("--json, --debug", "One JSON document on stdout; an error's origin.")
         rows = [*arguments, *options, common]
-        wide = min(max(len(name) for name, _ in rows), _WIDEST)
+        wide = min(max(len(name) for name, _ in rows if name.count("--") <= 2), _WIDEST)
         return [line for name, text in rows for line in _row(name, text, wide, width)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tenuto.maintenance.facts import seconds_of
+from tenuto.model.sizes import seconds_of
 from tenuto.units import age
 
 clock = time.time

@@ -134,6 +134,7 @@ MARGIN: Final = Kind("a number or a percentage", '"5%"', partial(_checked, parti
 SPAN: Final = Kind("a whole number, or true for good", "14", _span)
 START: Final = Kind("text, a step or false", '"latest"', _start)
 MODE: Final = _one_of("min", "max")
+EVENT: Final = _one_of("attempt", "fork")
 
 
 def interval(section: str) -> tuple[Key, ...]:
@@ -149,6 +150,7 @@ def interval(section: str) -> tuple[Key, ...]:
 
 def retention() -> tuple[Key | Table, ...]:
     none = "Each key adds to what is kept; what none names goes."
+    limit = "Without one, what the other keys keep may take any room."
     return (
         Key("latest", COUNT, "keep.latest.n", "The newest so many.", none, unit="checkpoints"),
         Table(
@@ -172,11 +174,24 @@ def retention() -> tuple[Key | Table, ...]:
         ),
         Key("every_steps", COUNT, "keep.every.steps", "The first of each so many steps, for good.", none, unit="steps"),
         Key("every_hours", NUMBER, "keep.every.hours", "The first of each so many hours.", none, unit="hours"),
+        Key("within_hours", NUMBER, "keep.within.hours", "All of the last so many hours.", none, unit="hours"),
         Key("within_days", NUMBER, "keep.within.days", "All of the last so many days.", none, unit="days"),
+        Key("within_weeks", NUMBER, "keep.within.weeks", "All of the last so many weeks.", none, unit="weeks"),
+        Key("hourly", SPAN, "keep.hourly.hours", "The first of each hour, of the last so many.", none, unit="hours"),
         Key("daily", SPAN, "keep.daily.days", "The first of each day, of the last so many days.", none, unit="days"),
         Key("weekly", SPAN, "keep.weekly.weeks", "The first of each week, of the last so many.", none, unit="weeks"),
+        Key("monthly", SPAN, "keep.monthly.months", "The first of each month, of the last so many.", none,
+            unit="months"),
+        Key("yearly", SPAN, "keep.yearly.years", "The first of each year, of the last so many.", none, unit="years"),
+        Key("after", EVENT, "keep.after.event", "The first of each attempt, or of each that forked a run.", none),
         Key("all", FLAG, "keep.all", "Everything, for good.", "It fills any disk in the end.", "false"),
-    )
+        Key("budget", SIZE, "keep.limit.bytes", "Of all that, only what fits; alone: of everything.", limit,
+            unit="bytes"),
+        Key("cost", NUMBER, "keep.limit.cost", "The same in money: what it may cost in a month.", limit,
+            unit="any currency"),
+        Key("cost_per_gib_month", NUMBER, "keep.limit.per_gib_month", "What a GiB costs in a month.",
+            "Only you know it.", unit="the same currency"),
+    )  # fmt: skip
 
 
 def improvement(function: str, about: str, *more: Key, required: bool) -> Table:

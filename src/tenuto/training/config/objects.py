@@ -33,6 +33,8 @@ _CLASSES: Final[Mapping[str, str]] = {
 _OF_LOCATION: Final = ("where", "kind", "part", "copies", "node", "cache", "tiers")
 _ALIASES: Final = ("save_top_k", "monitor", "mode", "save_last", "max_to_keep")
 _INTERVALS: Final = ("steps", "minutes", "hours", "epochs", "stall", "auto", "mtbf_hours")
+_SPANS: Final = ("hourly", "daily", "weekly", "monthly", "yearly")
+_BUDGET: Final[Mapping[str, str]] = {"budget": "bytes", "cost": "cost", "cost_per_gib_month": "per_gib_month"}
 _PLAIN: Final = tuple(key.name for key in KEYS if isinstance(key, Key) and key.name not in _OF_LOCATION)
 """Keys whose value is the argument of that name."""
 
@@ -84,12 +86,22 @@ def keep_policy(values: Mapping[str, Any]) -> KeepPolicy:
         "best": lambda tables: functools.reduce(operator.or_, (keep.best(**{"n": 1, **one}) for one in tables)),
         "every_steps": lambda steps: keep.every(steps=steps),
         "every_hours": lambda hours: keep.every(hours=hours),
+        "within_hours": lambda hours: keep.within(hours=hours),
         "within_days": lambda days: keep.within(days=days),
-        "daily": lambda days: keep.daily(None if days is True else days),
-        "weekly": lambda weeks: keep.weekly(None if weeks is True else weeks),
+        "within_weeks": lambda weeks: keep.within(weeks=weeks),
+        **{name: functools.partial(_span, getattr(keep, name)) for name in _SPANS},
+        "after": keep.after,
         "all": lambda _: keep.all(),
     }
-    return functools.reduce(operator.or_, (made[name](value) for name, value in values.items() if value is not False))
+    asked = [made[name](value) for name, value in values.items() if name in made and value is not False]
+    policy = functools.reduce(operator.or_, asked) if asked else keep.all()
+    if not values.keys() & set(_BUDGET):
+        return policy
+    return keep.limit(policy, **{argument: values[name] for name, argument in _BUDGET.items() if name in values})
+
+
+def _span(make: Callable[[int | None], KeepPolicy], last: int | bool) -> KeepPolicy:
+    return make(None if last is True else last)
 
 
 def sinks(values: Mapping[str, Any]) -> list[JsonLines | LogSink | ProgressBar]:
@@ -182,11 +194,17 @@ def _check_policy(document: Document, place: Place, table: Mapping[str, Any]) ->
     name = dotted(place)
     if place[-1] == "keep":
         asked = [key for key, value in table.items() if value is not False]
-        if "all" in asked and len(asked) > 1:
-            others = ", ".join(key for key in asked if key != "all")
+        others = ", ".join(key for key in asked if key != "all" and key not in _BUDGET)
+        if "all" in asked and others:
             document.add((*place, "all"), f"{name} keeps all, and {others} of it", "leave out one or the other")
         if not asked:
             document.add(place, f"{name} names nothing to keep", "latest = 3")
+        if "budget" in table and "cost" in table:
+            document.add((*place, "cost"), f"{name} has two budgets", "leave out budget or cost")
+        if ("cost" in table) != ("cost_per_gib_month" in table):
+            given = "cost" if "cost" in table else "cost_per_gib_month"
+            hint = "cost = 100 and cost_per_gib_month = 0.023"
+            document.add((*place, given), f"{name} needs both a cost and a price", hint)
     else:
         ends = place == ("save",) and any(table.get(key, True) for key in ("end", "signal"))
         if not ends and not any(value for key, value in table.items() if key not in ("end", "signal")):
