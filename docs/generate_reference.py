@@ -194,7 +194,9 @@ def documented(found: Any, name: str, *, level: int) -> Iterator[str]:
             kind = str(one.annotation).replace("|", "\\|")
             yield f"| `{one.name}`: `{kind}` | {' '.join(text(one).split())} |"
         yield ""
-    for one in found.members.values():
+    # What a class of ours takes over from another of ours that has no page of its own.
+    taken_over = found.inherited_members.values() if short == "Repository" else ()
+    for one in (*found.members.values(), *taken_over):
         if one.name.startswith("_") or f"{short}.{one.name}" in HIDDEN:
             continue
         if "property" in one.labels:
