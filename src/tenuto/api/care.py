@@ -361,7 +361,7 @@ class Care:
         before it is put. What nobody has stays as it is: the report names the leaves that are lost, and an older
         checkpoint that has them.
 
-        Raises RepositoryError where this is no primary, UsageError where a source is another repository,
+        Raises RepositoryError where this is not the primary, UsageError where a source is another repository,
         CheckpointNotFound, and the error of a store that fails.
         """
         from tenuto.maintenance.repair import execute

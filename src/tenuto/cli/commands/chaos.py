@@ -55,12 +55,14 @@ def chaos(
     injector = Injector(plan, seed)
     path = Path(journal) if journal else default_path(os.getpid())
     supervisor = Supervisor(
-        command, limits, watch, Journal(path, _said), _said, quiet_stdout=json, injector=injector
+        command, limits, watch, Journal(path, _line), _line, quiet_stdout=json, injector=injector
     )  # fmt: skip
     try:
         account = supervisor.run()
     except (FileNotFoundError, PermissionError) as error:
-        raise UsageError(f"{command[0]} cannot be run: {error.strerror}", subject=command[0]) from None
+        raise UsageError(
+            f"{command[0]} cannot be run: {error.strerror}", subject=command[0], hint="tenuto chaos -- python train.py"
+        ) from None
     if json:
         from tenuto.cli.commands.run import document_of
 
@@ -72,7 +74,7 @@ def chaos(
         raise typer.Exit(account.status)
 
 
-def _said(text: str) -> None:
+def _line(text: str) -> None:
     output.story(f"tenuto: {text}")
 
 

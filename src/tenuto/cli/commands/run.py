@@ -58,7 +58,7 @@ def run(
     )
     path = Path(journal) if journal else default_path(os.getpid())
     supervisor = Supervisor(
-        command, Limits(restarts, per_hour, in_vain), watch, Journal(path, _said), _said,
+        command, Limits(restarts, per_hour, in_vain), watch, Journal(path, _line), _line,
         at_end=lambda: _flush(where), quiet_stdout=json,
     )  # fmt: skip
     try:
@@ -68,17 +68,19 @@ def run(
             f"there is no program {command[0]}", subject=command[0], hint="tenuto run -- python train.py"
         ) from None
     except PermissionError:
-        raise UsageError(f"{command[0]} cannot be run: permission denied", subject=command[0]) from None
+        raise UsageError(
+            f"{command[0]} cannot be run: permission denied", subject=command[0], hint="tenuto run -- python train.py"
+        ) from None
     if json:
         output.document("run", document_of(account))
     elif account.restarts or account.status:
-        _said(summary(account))
-        _said(f"journal: {account.journal}")
+        _line(summary(account))
+        _line(f"journal: {account.journal}")
     if account.status:
         raise typer.Exit(account.status)
 
 
-def _said(text: str) -> None:
+def _line(text: str) -> None:
     """Says it between the lines of the command itself."""
     output.story(f"tenuto: {text}")
 
@@ -96,7 +98,7 @@ def _flush(where: str) -> str | None:
         repo = Repo.open(open_store(where))
     except NotARepository:
         return None
-    written = [execute(repo, plan, report=_said) for run in repo.runs() if (plan := plan_flush(repo, run)).chosen]
+    written = [execute(repo, plan, report=_line) for run in repo.runs() if (plan := plan_flush(repo, run)).chosen]
     saved = ", ".join(str(one.id) for one in written if one is not None)
     return f"saved from memory: {saved}" if saved else None
 

@@ -12,7 +12,7 @@ from tenuto.cli.console.help_text import examples
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
-    from tenuto.policy.rehearsal import Job, Outcome
+    from tenuto.policy.simulation import Job, Outcome
 
 EXAMPLES = examples(
     "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54 --stall 0.2 --persist 10",
@@ -46,8 +46,8 @@ def simulate(
     """
     from tenuto.cli.commands.run import duration
     from tenuto.policy.interval import SaveCosts
-    from tenuto.policy.rehearsal import Job
-    from tenuto.policy.rehearsal import simulate as simulated
+    from tenuto.policy.simulation import Job
+    from tenuto.policy.simulation import simulate as simulated
 
     def time_of(text: str, name: str) -> float:
         return 0.0 if text in ("0", "0s") else duration(text, name)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tenuto.errors import UsageError
 from tenuto.policy.interval import SaveCosts, waste
-from tenuto.policy.rehearsal import Job, simulate
+from tenuto.policy.simulation import Job, simulate
 
 HOUR, DAY = 3600.0, 86_400.0
 
