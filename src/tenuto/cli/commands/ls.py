@@ -88,7 +88,7 @@ def ls(
     the latest: training went back to an earlier one. Damaged, aborted, removed and copied ones are marked as such.
 
     --where and --sort list checkpoints of all runs in one table. They compare metrics, by name, and fields: `run,
-    attempt, step, size, stored, leaves, ranks, created, age, line, tag, best, pinned`, `held`, `verified, proven, damaged,
+    attempt, step, size, stored, leaves, ranks, created, age, line, tag, best, pinned, verified, proven, damaged,
     healthy`. Sizes and times are text: `size > "2 GiB" and age < "3d"`. Each that is listed is as the repository has
     it now. What manifests and notes say is kept in the user's cache directory, so a note of the last hour (a metric
     that was noted late, damage) may not count yet for which ones are listed: --refresh looks at all.
