@@ -214,8 +214,10 @@ def execute(
                 report = _executed_in_parts(
                     repo, plan, parts, emitter or Emitter(), threads=threads or default, note=note
                 )
-            except BaseException:
-                parts.state.save()
+            except BaseException as error:
+                # An interrupt, or a store that fails: what is read is worth going back to. Any other error comes again.
+                if not isinstance(error, Exception) or isinstance(error, StoreError):
+                    parts.state.save()
                 raise
             if parts.ordered or parts.state.path_of(repo.id).exists():
                 parts.state.save()

@@ -45,6 +45,8 @@ class Heartbeat:
         self._pid = os.getpid()
         self._sequence = 0
         self._memory: mmap.mmap | None = None
+        self.on = False
+        """Whether anybody watches: else `beat` has nothing to do."""
         if directory is None:
             return
         try:
@@ -56,6 +58,7 @@ class Heartbeat:
                 os.close(descriptor)
         except OSError:
             return  # the supervisor is gone, or its directory: it is told of nothing, and training continues
+        self.on = True
         self.beat(0, STARTING)
 
     @classmethod

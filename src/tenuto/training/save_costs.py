@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 from statistics import median
 from typing import Final
 
-from tenuto.policy.save import EveryOptimum, SavePolicy, parts_of
+from tenuto.policy.save import EveryOptimum, Moment, SaveHistory, SavePolicy, parts_of
 from tenuto.repo.ownership.past_failures import PastFailures, past_failures
 from tenuto.repo.repository import Repo
 
@@ -36,26 +37,30 @@ class StepPace:
 
 
 class OptimumFacts:
-    """What is known for `every(auto=)` in one process; nothing is looked at for other policies."""
+    """What `every(auto=)` goes by in one process, beside what any policy is given."""
 
-    def __init__(self, policy: SavePolicy) -> None:
-        found = [part for part in parts_of(policy) if isinstance(part, EveryOptimum)]
-        self._pace = StepPace() if found else None
-        self._learns = any(part.learns_failures for part in found)
+    def __init__(self, learns_failures: bool) -> None:
+        self._learns_failures = learns_failures
+        self._pace = StepPace()
+        self._past = PastFailures()
         self._continued_s = time.monotonic()
-        self.past = PastFailures()
+
+    @classmethod
+    def of(cls, policy: SavePolicy) -> OptimumFacts | None:
+        """Returns None for a policy that goes by none of it."""
+        found = [part for part in parts_of(policy) if isinstance(part, EveryOptimum)]
+        return cls(any(part.learns_failures for part in found)) if found else None
 
     def begin(self, repo: Repo, run: str, attempt: int) -> None:
-        if self._learns:
-            self.past = past_failures(repo, run, until=attempt)
+        if self._learns_failures:
+            self._past = past_failures(repo, run, until=attempt)
 
-    def step(self, now_s: float, *, beside_a_save: bool) -> float:
-        """Counts the step that has just ended, and returns the slowdown. The save after it is no part of the next."""
-        if self._pace is None:
-            return 0.0
-        self._pace.add(now_s - self._continued_s, beside_a_save=beside_a_save)
-        return self._pace.slowdown
+    def added_to(self, history: SaveHistory, moment: Moment, *, beside_a_save: bool) -> SaveHistory:
+        """Counts the step that has just ended, and returns the history with all that is known."""
+        self._pace.add(moment.now_s - self._continued_s, beside_a_save=beside_a_save)
+        past = self._past
+        return replace(history, slowdown=self._pace.slowdown, failures=past.failures, trained_s=past.trained_s)
 
     def continues(self) -> None:
-        """Says that training continues after a step's decision or save."""
+        """Says that training continues after a step's decision or save, which are no part of the next step."""
         self._continued_s = time.monotonic()

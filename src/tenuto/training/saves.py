@@ -255,7 +255,7 @@ class RunSaver:
         """The step that training in this process began at."""
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
-        self._optimum = OptimumFacts(settings.save)
+        self._optimum = OptimumFacts.of(settings.save)
         self._heartbeat = Heartbeat.from_environment(group.rank)
         self._reported_stuck: Save | None = None
         self._loss: RanksError | None = None
@@ -298,7 +298,7 @@ class RunSaver:
         self.totals.begin()
         self._heartbeat.beat(first_step)
         self.tiers.begin(attempt)
-        if self._coordinates:
+        if self._optimum is not None and self._coordinates:
             self._optimum.begin(self.repo, self.run, attempt.number)
         if restored is not None:
             self.last = Save(restored, "", reason="restored")
@@ -309,7 +309,8 @@ class RunSaver:
             self._lost(self._loss)
 
     def decide(self, moment: Moment) -> Decision:
-        self._heartbeat.beat(moment.step, ENDING if moment.ending else TRAINING)
+        if self._heartbeat.on:
+            self._heartbeat.beat(moment.step, ENDING if moment.ending else TRAINING)
         self._unlogged.asked(moment, self.first_step, self._judging)
         waits = not self.saver.free
         if waits:
@@ -325,10 +326,10 @@ class RunSaver:
             persist_s=self.totals.persist_s,
             waits=waits,
             in_flight=self._in_flight,
-            slowdown=self._optimum.step(moment.now_s, beside_a_save=bool(self.saver.in_flight)),
-            failures=self._optimum.past.failures,
-            trained_s=self._optimum.past.trained_s,
         )
+        if self._optimum is None:
+            return self.group.decide(self._divided_policy, moment, history, self._torn)
+        history = self._optimum.added_to(history, moment, beside_a_save=bool(self.saver.in_flight))
         decision = self.group.decide(self._divided_policy, moment, history, self._torn)
         self._optimum.continues()
         return decision
@@ -387,7 +388,8 @@ class RunSaver:
             self.memory.not_saved(step)
         self.last = save
         self._saved_metrics.add(save, about.metrics)
-        self._optimum.continues()
+        if self._optimum is not None:
+            self._optimum.continues()
         self.totals.hold(save, time.monotonic() - due_s)
         return save
 
@@ -458,11 +460,6 @@ class RunSaver:
         if well and self.attempt is not None and not self._coordinates:
             self.retention.now(self.attempt)
 
-    def raise_troubles(self) -> None:
-        """Raises what `raise_loss` and `raise_failure` do."""
-        self.raise_loss()
-        self.raise_failure()
-
     def raise_failure(self) -> None:
         """Raises the failure in the background since the last call, if `on_error` says so or ownership is lost."""
         with self.lock:
@@ -518,7 +515,8 @@ class RunSaver:
     def seen(self, metrics: Mapping[str, float], step: int) -> None:
         """Sees metrics of a step as they are logged."""
         self._unlogged.seen(metrics)
-        self.health.logged(step, metrics)
+        if self.health.hears:
+            self.health.logged(step, metrics)
 
     @property
     def logged(self) -> frozenset[str]:

@@ -350,7 +350,8 @@ class TrainingSession:
     def save(self, *, wait: bool) -> Save:
         """Saves now; inside a step, or behind the batches of an epoch, at the end of the body; where nothing is new,
         returns the last save with a warning."""
-        self.saving.raise_troubles()
+        self.saving.raise_loss()
+        self.saving.raise_failure()
         if self.open or self._finishing:
             return self._requests.save(wait=wait, between=not self.open)
         last = self.saving.last
@@ -515,11 +516,12 @@ class TrainingSession:
 
     def _consider(self, *, epoch_ended: bool, ending: bool) -> None:
         """Takes the save that is due, and leaves if a signal came."""
-        self.saving.raise_troubles()
+        self.saving.raise_loss()
+        self.saving.raise_failure()
         if self._probe is not None:
             self._probe.completed()
         log_lines.flush()
-        self.stopping = self.saving.health.act() or self.stopping
+        self.stopping = (self.saving.health.hears and self.saving.health.act()) or self.stopping
         group = self.saving.group
         signal = group.completed(self.step, self._preemption.signal, ending=ending or self.stopping)
         moment = self._moment(

@@ -59,6 +59,8 @@ class HealthReports:
         self._repo = repo
         self._run = run
         self._act = act if acts else None
+        self.hears = self._act is not None
+        """Whether somebody wants to hear of what is found: else `logged` and `act` have nothing to do."""
         self._modes = modes
         self._report = report
         self._found: deque[Unhealthy] = deque()
@@ -84,9 +86,7 @@ class HealthReports:
                 self._found.append(found)
 
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Judges metrics of a step, where somebody wants to hear of it."""
-        if self._act is None:
-            return
+        """Judges metrics of a step."""
         for name, value in metrics.items():
             if name not in self._watches and (len(self._watches) >= _METRICS or not falls(name, self._modes.get(name))):
                 continue

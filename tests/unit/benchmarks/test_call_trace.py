@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "call_trace.py"
-MOST_CALLS = 360
+MOST_CALLS = 350
 
 
 def test_few_objects_lie_between_a_completed_step_and_the_first_byte(tmp_path: Path) -> None:
