@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import os
 import signal
 from collections.abc import Iterator
 
@@ -49,10 +48,21 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def state_of_its_own(request, tmp_path_factory, monkeypatch):
+def state_of_its_own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What verifications remember of one test is nothing to another, nor to whoever runs the tests."""
     name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state" / name))
+    # A patch of its own: the fixture `monkeypatch` is undone before what a test has asked for earlier.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state" / name))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def caches_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What commands keep for this user between calls: tests neither find it nor leave any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,15 +123,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if (item.get_closest_marker("long") is not None) != wanted]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if (item.get_closest_marker("long") is not None) == wanted]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def caches_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What commands keep for this user between calls: tests neither find it nor leave any."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))
-    yield
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before

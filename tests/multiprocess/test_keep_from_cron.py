@@ -43,13 +43,14 @@ def test_two_operators_and_a_training_at_once(tmp_path: Path) -> None:
         assert training.stdout is not None and training.stdin is not None
         assert training.stdout.readline() == "trains\n"
         refused = tenuto_keep(where, "--run", "live", "--latest", "1", "--yes")
+        said = {refused: refused.communicate(timeout=60)}  # while the training waits, and has its run
         one = tenuto_keep(where, "--run", "done", "--latest", "2", "--daily", "7", "--yes", "--json")
         other = tenuto_keep(where, "--run", "done", "--latest", "2", "--daily", "7", "--yes", "--json")
         training.stdin.write("go on\n")
         training.stdin.flush()
-        said = {process: process.communicate(timeout=60) for process in (refused, one, other)}
+        said |= {process: process.communicate(timeout=60) for process in (one, other)}
         assert training.wait(60) == 0
-    # 13: its run is in use; 0 where nothing would have gone. 14: another one was faster, and does the same.
+    # 13: its run is in use. 14: another one was faster, and does the same.
     assert refused.returncode == 13, said[refused]
     assert {one.returncode, other.returncode} <= {0, 13, 14} and 0 in {one.returncode, other.returncode}, said
     repository = tenuto.Repository(where)

@@ -320,15 +320,14 @@ class Care:
     def scrub(self, *, every: str = "30d", limit: int | str | None = None, duration: str | None = None) -> ScrubReport:
         """Verifies each checkpoint that was not verified for `every` ("12h", "30d"), the oldest first, and notes the
         results. `limit`: bytes per second at most; `duration`: for how long. What is left then is for the next call."""
-        from tenuto.maintenance.reading import parse_duration
         from tenuto.maintenance.scrub import scrub
-        from tenuto.model.sizes import parse_rate
+        from tenuto.model.sizes import parse_rate, parse_time
 
         return scrub(
             self.repo,
-            every_s=parse_duration(every, "every"),
+            every_s=parse_time(every, "every"),
             rate=None if limit is None else parse_rate(limit, "limit"),
-            seconds=None if duration is None else parse_duration(duration, "for"),
+            seconds=None if duration is None else parse_time(duration, "for"),
             emitter=self._emitter,
         )
 

@@ -8,7 +8,6 @@ is compared with the indexes; then the user's script, if one is given, trains on
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,17 +46,6 @@ SLOW: Final = 27
 """The exit status of a restore that is right, and slower than its target."""
 _LOOKED_AT: Final = 100
 """Checkpoints of a run whose notes are looked at for an earlier proof."""
-_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|)")
-_UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def duration(text: str, what: str) -> float:
-    """Returns the seconds of `60s`, `5min`, `2h` or `7d`. Raises UsageError that names `what`."""
-    found = _DURATION.fullmatch(text.strip())
-    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if seconds <= 0:
-        raise UsageError(f"{what} {text} is not a duration", subject=what, hint=f"{what} 90s, 5min, 2h or 7d")
-    return seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ _LIMIT: Final = 64 << 20
 SAVED_EVERY_S: Final = 30.0
 _AHEAD_S: Final = 3600.0
 """How far the clock of another machine may be ahead."""
-_UNITS: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def parse_amount(text: str) -> float | int | None:
@@ -42,17 +41,6 @@ def parse_amount(text: str) -> float | int | None:
                 return share
         raise UsageError(f"read={text!r} is not a share of all", subject="read", hint="--read 5%, --read 20GiB, or all")
     return parse_bytes(text, "read")
-
-
-def parse_duration(text: str, what: str) -> float:
-    """Returns seconds, of text such as 90s, 30min, 2h or 30d. Raises UsageError, which names `what`."""
-    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyz")
-    unit = _UNITS.get(text.strip()[len(number) :].strip())
-    with suppress(ValueError):
-        value = float(number)
-        if unit is not None and 0 < value < 1e9:
-            return value * unit
-    raise UsageError(f"{what}={text!r} is not a duration", subject=what, hint=f"--{what} 30min, 2h or 30d")
 
 
 class Pace:

@@ -10,8 +10,8 @@ from tenuto.errors import UsageError
 
 _TEXT: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE | re.ASCII)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_TIME: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d|w|y)\s*", re.ASCII)
-_SECONDS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400, "y": 365 * 86_400}
+_TIME: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|m|min|h|d|w|y)\s*", re.ASCII)
+_SECONDS: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400, "y": 365 * 86_400}
 
 
 def parse_bytes(value: int | str, what: str = "size") -> int:
@@ -47,7 +47,7 @@ def parse_rate(value: int | str, what: str = "rate") -> int:
 
 
 def parse_time(value: float | str, what: str = "time") -> float:
-    """Returns seconds, from a number of them or text such as 90s, 15min, 36h, 3d, 2w or 1y (365 days).
+    """Returns seconds, from a number of them or text such as 90s, 15min or 15m, 36h, 3d, 2w or 1y (365 days).
 
     Raises UsageError, which names `what`, for anything else and for nothing at all.
     """
@@ -57,7 +57,7 @@ def parse_time(value: float | str, what: str = "time") -> float:
     else:
         seconds = 0.0 if isinstance(value, (bool, str)) else float(value)
     if not 0 < seconds < float("inf"):
-        raise UsageError(f"{what}={value!r} is not a time", subject=what, hint=f'{what}="36h", "3d" or "2w"')
+        raise UsageError(f"{what}={value!r} is not a time", subject=what, hint=f'{what}="90s", "36h", "3d" or "2w"')
     return seconds
 
 

@@ -20,7 +20,7 @@ from support.tiny_training import flip_leaf
 from tenuto import Tier, Tiers, every, keep
 from tenuto.cli import main
 from tenuto.cli.views import ages, drill_page
-from tenuto.drill.drill import PROVEN, ProvenRestore, duration, plan_drill
+from tenuto.drill.drill import PROVEN, ProvenRestore, plan_drill
 from tenuto.drill.restore import clean_environment
 from tenuto.drill.resume import compare, later_metrics, steps_to_train
 from tenuto.errors import CheckpointNotFound, RunNotFound, UsageError
@@ -405,13 +405,6 @@ def test_the_command_leaves_with_what_went_wrong(cli: Any, where: Path) -> None:
     assert status == 2 and "cannot be written" in err and kinds(where, 2) == [PROVEN]
     status, _, err = cli("drill", where, "2", "4")
     assert status == 2 and "takes one checkpoint" in err
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("60s", 60), ("5min", 300), ("2h", 7200), ("7d", 604800), ("1.5", 1.5)])
-def test_durations(text: str, seconds: float) -> None:
-    assert duration(text, "--due") == seconds
-    with pytest.raises(UsageError, match="is not a duration"):
-        duration(f"-{text}", "--due")
 
 
 def test_a_note_of_another_version_is_still_a_proof() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import tenuto
 from tenuto.engine.read import chunk_reader
 from tenuto.maintenance import inspect as inspect_module
-from tenuto.maintenance.reading import Pace, ReadingState, parse_amount, parse_duration
+from tenuto.maintenance.reading import Pace, ReadingState, parse_amount
 from tenuto.maintenance.scrub import scrub
 from tenuto.maintenance.verify import Parts, execute, plan_parts, plan_verify
 from tenuto.repo.notes import add_note, notes, verification_of
@@ -204,16 +204,3 @@ def test_amounts(text, amount):
 def test_no_amounts(text):
     with pytest.raises(tenuto.errors.UsageError, match="read"):
         parse_amount(text)
-
-
-def test_durations():
-    assert [parse_duration(text, "every") for text in ("90s", "30min", "2h", "30d", "1.5 h")] == [
-        90,
-        1800,
-        7200,
-        2592000,
-        5400,
-    ]
-    for text in ("30", "0s", "x", "5y", "-1h"):
-        with pytest.raises(tenuto.errors.UsageError, match="every"):
-            parse_duration(text, "every")

@@ -41,7 +41,7 @@ def chaos(
     As `tenuto run`, with faults put into the processes that train. Use a copy of your run, or a run of its own: the
     command trains and saves as it always does.
     """
-    from tenuto.cli.commands.run import duration
+    from tenuto.model.sizes import parse_time
     from tenuto.supervisor.chaos import Injector, drawn, written
     from tenuto.supervisor.decide import Limits
     from tenuto.supervisor.journal import Journal, default_path
@@ -49,8 +49,8 @@ def chaos(
 
     if faults < 1:
         raise UsageError(f"--faults {faults} makes no sense", subject="--faults", hint="--faults 5")
-    plan = written(at) if at else drawn(duration(every, "--every"), faults, kinds.split(","), seed)
-    watch = Watch(hang_s=None if not hang else 0.0 if hang == "off" else duration(hang, "--hang"), grace_s=5.0)
+    plan = written(at) if at else drawn(parse_time(every, "--every"), faults, kinds.split(","), seed)
+    watch = Watch(hang_s=None if not hang else 0.0 if hang == "off" else parse_time(hang, "--hang"), grace_s=5.0)
     limits = Limits(restarts=10 * len(plan) + 10, per_hour=10 * len(plan) + 10, in_vain=5, first_wait_s=0.1)
     injector = Injector(plan, seed)
     path = Path(journal) if journal else default_path(os.getpid())

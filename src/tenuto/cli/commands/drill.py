@@ -67,8 +67,9 @@ def drill(
     """
     from tenuto.cli.console.reporting import WarningReporter
     from tenuto.cli.views import drill_page
-    from tenuto.drill.drill import duration, execute, plan_drill
+    from tenuto.drill.drill import execute, plan_drill
     from tenuto.events import Emitter
+    from tenuto.model.sizes import parse_time
 
     command = list(context.meta[BEHIND])
     name = _parts(words or [], command)
@@ -79,13 +80,13 @@ def drill(
         meant,
         run=meant.run if meant is not None else run_of(repo, run),
         place=source,
-        target_s=None if target is None else duration(target, "--target"),
-        timeout_s=duration(timeout, "--timeout"),
+        target_s=None if target is None else parse_time(target, "--target"),
+        timeout_s=parse_time(timeout, "--timeout"),
         command=command,
         steps=steps,
         metrics=metric or (),
         tolerance=tolerance,
-        due_s=None if due is None else duration(due, "--due"),
+        due_s=None if due is None else parse_time(due, "--due"),
     )
     if dry_run:
         if json:

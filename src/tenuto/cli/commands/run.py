@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "tenuto run -- python train.py",
-    "tenuto run --hang 300 --deadline 11.5h -- torchrun --nproc-per-node 8 train.py",
+    "tenuto run --hang 5m --deadline 11.5h -- torchrun --nproc-per-node 8 train.py",
 )
 
 
@@ -44,6 +44,7 @@ def run(
     script does, from memory or the newest checkpoint. Signals are passed on, and after one that asks to leave it is not
     started again. The exit status is the command's. A program without a Checkpointer is restarted too, and never hangs.
     """
+    from tenuto.model.sizes import parse_time
     from tenuto.supervisor.decide import Limits
     from tenuto.supervisor.journal import Journal, default_path
     from tenuto.supervisor.supervise import Supervisor, Watch, summary
@@ -52,9 +53,9 @@ def run(
         if value < (0 if name == "--restarts" else 1):
             raise UsageError(f"{name} {value} makes no sense", subject=name, hint=f"{name} 3")
     watch = Watch(
-        hang_s=None if not hang else 0.0 if hang == "off" else duration(hang, "--hang"),
-        grace_s=duration(grace, "--grace"),
-        deadline_s=duration(deadline, "--deadline") if deadline else None,
+        hang_s=None if not hang else 0.0 if hang == "off" else parse_time(hang, "--hang"),
+        grace_s=parse_time(grace, "--grace"),
+        deadline_s=parse_time(deadline, "--deadline") if deadline else None,
     )
     path = Path(journal) if journal else default_path(os.getpid())
     supervisor = Supervisor(
@@ -101,21 +102,6 @@ def _flush(where: str) -> str | None:
     written = [execute(repo, plan, report=_line) for run in repo.runs() if (plan := plan_flush(repo, run)).chosen]
     saved = ", ".join(str(one.id) for one in written if one is not None)
     return f"saved from memory: {saved}" if saved else None
-
-
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-
-
-def duration(text: str, name: str) -> float:
-    """Returns `90`, `90s`, `1.5h` or `2d` in seconds. Raises UsageError."""
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
-    try:
-        value = float(number) * UNITS[text[len(number) :]]
-    except (ValueError, KeyError):
-        value = 0.0
-    if not 0 < value < 1e10:
-        raise UsageError(f"{name} {text} is not a time", subject=name, hint=f"{name} 90s, {name} 10m or {name} 1.5h")
-    return value
 
 
 def document_of(account: Account) -> dict[str, Any]:

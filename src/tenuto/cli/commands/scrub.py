@@ -42,13 +42,12 @@ def scrub(
     damaged.
     """
     from tenuto.events import Emitter
-    from tenuto.maintenance.reading import parse_duration
     from tenuto.maintenance.scrub import scrub as read
-    from tenuto.model.sizes import parse_rate
+    from tenuto.model.sizes import parse_rate, parse_time
     from tenuto.telemetry.progress import ProgressBar
 
-    every_s = parse_duration(every, "every")
-    seconds = None if duration is None else parse_duration(duration, "for")
+    every_s = parse_time(every, "every")
+    seconds = None if duration is None else parse_time(duration, "for")
     rate = None if limit is None else parse_rate(limit, "limit")
     repo = repository(where)
     bar = ProgressBar()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tenuto.policy.simulation import Job, Outcome
 
 EXAMPLES = examples(
-    "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54 --stall 0.2 --persist 10",
+    "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54 --stall 0.2s --persist 10s",
     "tenuto simulate --mtbf 10m --memory 10s --memory-restart 5s --days 3",
 )
 
@@ -44,24 +44,24 @@ def simulate(
     Simulates it failure by failure: work, saves, what is lost, and restarts. Take the times from `tenuto bench` and
     your own training's `stats`. The effective training time ratio is useful work per time.
     """
-    from tenuto.cli.commands.run import duration
+    from tenuto.model.sizes import parse_time
     from tenuto.policy.interval import SaveCosts
     from tenuto.policy.simulation import Job
     from tenuto.policy.simulation import simulate as simulated
 
     def time_of(text: str, name: str) -> float:
-        return 0.0 if text in ("0", "0s") else duration(text, name)
+        return 0.0 if text in ("0", "0s") else parse_time(text, name)
 
     if gpus < 1:
         raise UsageError(f"--gpus {gpus} makes no sense", subject="--gpus", hint="--gpus 1024")
     job = Job(
         work_s=days * 86_400,
-        mtbf_s=duration(mtbf, "--mtbf"),
+        mtbf_s=parse_time(mtbf, "--mtbf"),
         costs=SaveCosts(time_of(stall, "--stall"), time_of(persist, "--persist"), slowdown),
         restart_s=time_of(restart, "--restart"),
-        save_s=duration(save, "--save") if save else None,
+        save_s=parse_time(save, "--save") if save else None,
         shape=shape,
-        memory_s=duration(memory, "--memory") if memory else None,
+        memory_s=parse_time(memory, "--memory") if memory else None,
         memory_stall_s=time_of(memory_stall, "--memory-stall"),
         memory_restart_s=time_of(memory_restart, "--memory-restart"),
         node_share=node_share,
