@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tenuto.errors import UsageError
 from tenuto.policy.interval import SaveCosts, interval
@@ -74,76 +74,89 @@ def simulate(job: Job, seed: int = 0, *, most_failures: int = 1_000_000) -> Outc
     _check(job)
     source = random.Random(seed)
     scale = job.mtbf_s / math.gamma(1 + 1 / job.shape)
-    step = _Step.of(job)
-    done = elapsed = saving = lost = down = 0.0
+    stretch = _Stretch.of(job)
+    done = stored = elapsed = saving = lost = down = 0.0
     failures = from_memory = 0
     while True:
         up_s = source.weibullvariate(scale, job.shape)
-        left = job.work_s - done
-        if step.time_for(left) <= up_s:
-            spent = step.time_for(left)
-            return Outcome(
-                elapsed + spent, job.work_s, saving + spent - left, lost, down, failures, from_memory, step.work_s
-            )
+        stretch = replace(stretch, begun_s=done, first_s=max(stored + stretch.between_s, done))
+        if (spent := stretch.time_until(job.work_s)) <= up_s:
+            saving += spent - (job.work_s - done)
+            elapsed += spent
+            return Outcome(elapsed, job.work_s, saving, lost, down, failures, from_memory, stretch.between_s)
+        reached, stored = stretch.reached_in(up_s), max(stored, stretch.durable_in(up_s))
+        with_node = job.memory_s is None or source.random() < job.node_share
+        kept = stored if with_node else max(stored, stretch.in_memory(reached))
+        pause_s = job.restart_s if with_node else job.memory_restart_s
+        failures += 1
+        from_memory += not with_node
+        while failures < most_failures and (again_s := source.weibullvariate(scale, job.shape)) < pause_s:
+            down, elapsed, failures = down + again_s, elapsed + again_s, failures + 1  # it fails while it comes back
         if failures >= most_failures:
             raise UsageError(
-                f"after {failures:,} failures {done / job.work_s:.1%} of the work is done: it does not end",
+                f"after {failures:,} failures {kept / job.work_s:.1%} of the work is done: it does not end",
                 hint="fewer failures, cheaper saves or faster restarts",
             )
-        failures += 1
-        worked = step.work_in(up_s)
-        with_node = job.memory_s is None or source.random() < job.node_share
-        kept = min(step.durable_in(up_s) if with_node else step.in_memory(worked), worked)
-        pause = job.restart_s if with_node else job.memory_restart_s
-        while (again := source.weibullvariate(scale, job.shape)) < pause:  # it fails while it comes back
-            down, elapsed, failures = down + again, elapsed + again, failures + 1
-        from_memory += not with_node
-        saving += up_s - worked
-        lost += worked - kept
-        down += pause
-        elapsed += up_s + pause
-        done += kept
+        saving += up_s - (reached - done)
+        lost += reached - kept
+        down += pause_s
+        elapsed += up_s + pause_s
+        done = kept
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """A stretch of work and the save at its end, as it repeats between two failures."""
+class _Stretch:
+    """Training from a start to the next failure. Work is counted from the beginning of the job, in seconds.
 
-    work_s: float
+    begun_s: the work that was done at the start. first_s: the work after which the first save is due, at once where
+    that is past; the next ones follow `between_s` after each other.
+    """
+
+    between_s: float
     pace: float
     """Time for a second of work, states in memory included."""
-    after_s: float
-    """What the save at the end takes of training, its slowdown included."""
+    save_s: float
+    """What a save takes of training, its slowdown included."""
     persist_s: float
     memory_s: float
+    begun_s: float = 0.0
+    first_s: float = 0.0
 
     @classmethod
-    def of(cls, job: Job) -> _Step:
+    def of(cls, job: Job) -> _Stretch:
         pace = 1.0 if job.memory_s is None else 1 + job.memory_stall_s / job.memory_s
         return cls(job.between_saves_s, pace, job.costs.cost_s, job.costs.persist_s, job.memory_s or 0.0)
 
     @property
-    def whole_s(self) -> float:
-        return self.work_s * self.pace + self.after_s
+    def _first_saved_s(self) -> float:
+        """The time after which the first save is taken."""
+        return (self.first_s - self.begun_s) * self.pace + self.save_s
 
-    def time_for(self, work_s: float) -> float:
-        """Returns how long so much work takes without a failure. What is done at the end needs no save."""
-        saves = max(math.ceil(work_s / self.work_s) - 1, 0)
-        return work_s * self.pace + saves * self.after_s
+    @property
+    def _each_s(self) -> float:
+        """The time from one save to the next."""
+        return self.between_s * self.pace + self.save_s
 
-    def work_in(self, time_s: float) -> float:
-        whole = math.floor(time_s / self.whole_s)
-        rest = time_s - whole * self.whole_s
-        return whole * self.work_s + min(rest / self.pace, self.work_s)
+    def time_until(self, work_s: float) -> float:
+        """Returns how long it takes to come to so much work. What is done at the end needs no save."""
+        saves = max(math.ceil((work_s - self.first_s) / self.between_s), 0)
+        return (work_s - self.begun_s) * self.pace + saves * self.save_s
+
+    def reached_in(self, time_s: float) -> float:
+        """Returns the work that is done after so much time."""
+        if time_s < self._first_saved_s:
+            return min(self.begun_s + time_s / self.pace, self.first_s)
+        whole, rest_s = divmod(time_s - self._first_saved_s, self._each_s)
+        return self.first_s + whole * self.between_s + min(rest_s / self.pace, self.between_s)
 
     def durable_in(self, time_s: float) -> float:
-        """Returns the work up to the newest save that was durable after that time."""
-        if time_s < self.persist_s:
-            return 0.0
-        return math.floor((time_s - self.persist_s + 1e-9) / self.whole_s) * self.work_s
+        """Returns the work in the newest save that is durable after so much time; 0 without one."""
+        since_s = time_s - self.persist_s - self._first_saved_s + 1e-9
+        return self.first_s + since_s // self._each_s * self.between_s if since_s >= 0 else 0.0
 
-    def in_memory(self, worked_s: float) -> float:
-        return math.floor(worked_s / self.memory_s) * self.memory_s if self.memory_s > 0 else worked_s
+    def in_memory(self, reached_s: float) -> float:
+        """Returns the work in the newest state in memory."""
+        return self.begun_s + (reached_s - self.begun_s) // self.memory_s * self.memory_s
 
 
 def _check(job: Job) -> None:
