@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 from tenuto.certify.probe import CertifyOrder, order_of
 from tenuto.certify.proof import CertifiedScript
 from tenuto.certify.verdict import ExactnessVerdict, Row, Trail, Trails, differs, judge, not_seen, worst
+from tenuto.concurrency.process_trees import below, end
 from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.errors import DeadlineExceeded, ScriptFailed
 from tenuto.model.canonical_json import untag_number
@@ -295,25 +295,6 @@ class Script:
     def _tail(self) -> str:
         lines = self.log.read_text("utf-8", "replace").splitlines()[-TAIL_LINES:]
         return "; its output ends:\n" + "\n".join(f"  | {line}" for line in lines) if lines else "; it printed nothing"
-
-
-def end(process: Process, known: Sequence[psutil.Process] = ()) -> None:
-    """Kills the process group with SIGKILL, and descendants that have moved to a session of their own."""
-    everything = {*known, *(below(process.pid) if process.poll() is None else ())}
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for one in everything:
-        with contextlib.suppress(psutil.Error):
-            one.kill()
-    process.wait()
-
-
-def below(pid: int) -> tuple[psutil.Process, ...]:
-    """Returns all descendants."""
-    try:
-        return tuple(psutil.Process(pid).children(recursive=True))
-    except psutil.Error:
-        return ()
 
 
 def _signal(number: int) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from tenuto.certify.probe import spelled, spelled_values
-from tenuto.certify.runner import below, end
+from tenuto.concurrency.process_trees import below, end
 from tenuto.drill.child import plain_path
 from tenuto.errors import TenutoError
 from tenuto.model.ids import CheckpointId, attempt_key

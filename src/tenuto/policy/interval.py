@@ -4,14 +4,12 @@ Every function is exact arithmetic on its arguments, in seconds. Failures come w
 is said otherwise. A save blocks training for a *stall*, and while it is written beside training it slows that down;
 both together are its *cost*. Until it is durable a failure loses what it holds, too.
 
-Sources: Young 1974; Daly 2006 (the higher order and the exact optimum of the exponential model); Bosilca et al. 2013
-(overlapped saves); Aupy, Robert, Vivien and Zaidouni 2013 (predictions); Benoit et al. 2017 (several levels).
+Sources: Daly 2006 (the exact optimum of the exponential model); Bosilca et al. 2013 (overlapped saves).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,30 +32,6 @@ class SaveCosts:
     def cost_s(self) -> float:
         """Training time that a save takes in all."""
         return self.stall_s + self.slowdown * self.persist_s
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """One of several kinds of save. `mtbf_s`: between failures that need this kind: no cheaper one survives them."""
-
-    cost_s: float
-    mtbf_s: float
-
-
-def young(cost_s: float, mtbf_s: float) -> float:
-    """Returns the work between saves by Young: the first order, for a cost far below the time between failures."""
-    _check(cost_s, mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s)
-
-
-def daly(cost_s: float, mtbf_s: float) -> float:
-    """Returns the work between saves by Daly's higher order; the time between failures where a cost is above twice
-    that."""
-    _check(cost_s, mtbf_s)
-    if cost_s >= 2 * mtbf_s:
-        return mtbf_s
-    share = cost_s / (2 * mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(share) / 3 + share / 9) - cost_s
 
 
 def optimum(cost_s: float, mtbf_s: float) -> float:
@@ -103,50 +77,6 @@ def interval(costs: SaveCosts, mtbf_s: float, *, budget: float = 1.0, in_flight:
     best = optimum(costs.cost_s, mtbf_s)
     within = costs.stall_s / budget - costs.stall_s
     return max(best, within, costs.persist_s / max(in_flight, 1) - costs.stall_s)
-
-
-def levels(kinds: Sequence[Level]) -> list[float]:
-    """Returns the work between saves of each kind, the cheapest first: each answers for the failures that need it."""
-    return [optimum(kind.cost_s, kind.mtbf_s) for kind in kinds]
-
-
-def predicted(
-    cost_s: float, mtbf_s: float, *, precision: float, recall: float, proactive_s: float | None = None
-) -> tuple[float, float]:
-    """Returns the work between saves where failures are predicted, and the least work since the last save for which a
-    prediction is worth a save of its own.
-
-    precision: the share of predictions that come true. recall: the share of failures that are predicted.
-    proactive_s: what such a save costs; as any other unless it is given.
-
-    A prediction that is not worth its save is to be ignored, so a bad predictor costs nothing.
-    """
-    _check(cost_s, mtbf_s)
-    if not 0 < precision <= 1 or not 0 <= recall <= 1:
-        raise UsageError(
-            f"precision lies above 0 and at most at 1, recall from 0 to 1: not {precision:g} and {recall:g}"
-        )
-    proactive = cost_s if proactive_s is None else proactive_s
-    worth = proactive / precision
-    if recall == 0:
-        return optimum(cost_s, mtbf_s), worth
-    left = max(2 * mtbf_s * cost_s - recall * worth * worth, 0.0)
-    unpredicted = max(1 - recall, cost_s / mtbf_s)  # with a recall of 1 only what no model knows is left
-    return max(worth, math.sqrt(left / unpredicted)), worth
-
-
-def weibull_due(unsaved_s: float, cost_s: float, *, scale_s: float, shape: float, since_failure_s: float) -> bool:
-    """Returns whether the unsaved work is worth a save now, where failures follow a Weibull distribution: with a
-    shape below 1 they come soon after each other, and saves are to be closer there.
-
-    scale_s: of the distribution. since_failure_s: since the last failure or start.
-    """
-    _check(cost_s, scale_s)
-    if shape <= 0:
-        raise UsageError(f"the shape of a Weibull distribution is above 0, not {shape:g}")
-    at = max(since_failure_s, unsaved_s, 1e-9)  # at the start itself the hazard of a shape below 1 has no bound
-    hazard = shape / scale_s * (at / scale_s) ** (shape - 1)
-    return unsaved_s >= math.sqrt(2 * cost_s / hazard) if hazard > 0 else False
 
 
 def time_between_failures(failures: int, exposed_s: float) -> float:

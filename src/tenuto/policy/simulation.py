@@ -10,9 +10,13 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from typing import Final
 
 from tenuto.errors import UsageError
 from tenuto.policy.interval import SaveCosts, interval
+
+LEAST_NODE_SHARE: Final = 0.01
+"""Even where no failure is expected to take a node with it, saves to the store are taken as if one in a hundred did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,8 @@ class Job:
         """Work between two saves to the store. With states in memory only lost nodes need one."""
         if self.save_s is not None:
             return self.save_s
-        needing = self.mtbf_s / self.node_share if self.memory_s is not None and self.node_share > 0 else self.mtbf_s
-        return interval(self.costs, needing)
+        share = 1.0 if self.memory_s is None else max(self.node_share, LEAST_NODE_SHARE)
+        return interval(self.costs, self.mtbf_s / share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,11 +69,13 @@ class Injector:
     def __post_init__(self) -> None:
         self._source = random.Random(self.seed)
 
-    def strike(self, since_s: float, tree: ProcessTree, training: Sequence[int]) -> tuple[Fault, int] | None:
-        """Injects the next fault if it is due, into one of the processes `training`: it waits for there to be one.
-        Returns it with the process."""
-        if not self.faults or self.faults[0].at_s > since_s:
-            return None
+    def due(self, since_s: float) -> bool:
+        """Returns whether the next fault is due."""
+        return bool(self.faults) and self.faults[0].at_s <= since_s
+
+    def strike(self, tree: ProcessTree, training: Sequence[int]) -> tuple[Fault, int] | None:
+        """Injects the next fault into one of the processes `training`, and returns it with the process; None while
+        there is none of them."""
         there = sorted(set(training) & set(tree.descendants()))
         if not there:
             return None

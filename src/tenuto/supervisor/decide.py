@@ -32,6 +32,11 @@ class Ending:
     evidence: str = ""
 
     @property
+    def failed(self) -> bool:
+        """Whether it is an end that nobody has asked for."""
+        return self.kind not in ("finished", "asked to leave")
+
+    @property
     def progress(self) -> bool:
         return self.new if self.step is not None else self.ended_s - self.began_s >= LASTING_S
 

@@ -6,10 +6,9 @@ import json
 import os
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from tenuto.repo.repository import now_text
 
 
 class Journal:
@@ -23,7 +22,7 @@ class Journal:
     def write(self, event: str, **facts: Any) -> None:
         if self.path is None:
             return
-        line = json.dumps({"time": now_text(), "monotonic_s": round(time.monotonic(), 3), "event": event, **facts})
+        line = json.dumps({"time": _now(), "monotonic_s": round(time.monotonic(), 3), "event": event, **facts})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a") as file:
@@ -37,4 +36,9 @@ class Journal:
 def default_path(pid: int) -> Path:
     """Returns where the journal of this supervisor lies where nobody says another place."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "tenuto" / "journals" / f"{now_text()[:19].replace(':', '')}-{pid}.jsonl"
+    return Path(state) / "tenuto" / "journals" / f"{_now()[:19].replace(':', '')}-{pid}.jsonl"
+
+
+def _now() -> str:
+    """Returns the wall clock: hung and killed within a second are to be told apart."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

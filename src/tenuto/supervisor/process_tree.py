@@ -13,9 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
 
+import psutil  # type: ignore[import-untyped]
+
+from tenuto.concurrency.process_trees import below, kill
+
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POLL_S: Final = 0.02
+KILLED_S: Final = 10.0
+"""How long the kernel may take to end what was killed."""
 
 
 def adopt_orphans() -> None:
@@ -30,6 +36,8 @@ class ProcessTree:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], stdout: IO[str] | None = None) -> None:
         """Raises OSError where the command cannot be started."""
         parent = os.getpid()
+        self._others = frozenset(below(parent))
+        """Children of before, as of a shell that became this process: they are none of the command's."""
 
         def ask_to_leave_with_parent() -> None:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -38,7 +46,7 @@ class ProcessTree:
 
         self._process = subprocess.Popen(
             list(command), env=dict(environment), stdout=stdout, start_new_session=True,
-            preexec_fn=ask_to_leave_with_parent,  # noqa: PLW1509 - this process has one thread
+            preexec_fn=ask_to_leave_with_parent,  # noqa: PLW1509 - `threaded` has seen that no other thread runs Python
         )  # fmt: skip
 
     @property
@@ -65,44 +73,32 @@ class ProcessTree:
             os.kill(pid, number)
 
     def descendants(self) -> list[int]:
-        """Returns the process ids below this process: the command's, and those that have lost their parent."""
-        found, left = [], _children(os.getpid())
-        while left:
-            pid = left.pop()
-            found.append(pid)
-            left += _children(pid)
-        return found
+        """Returns the process ids below this process, but for those that it had before: the command's, and those that
+        have lost their parent."""
+        return [one.pid for one in self._descendants()]
+
+    def _descendants(self) -> list[psutil.Process]:
+        return [one for one in below(os.getpid()) if one not in self._others]
 
     def end(self, grace_s: float) -> None:
         """Ends all that is left of it: asks to leave, waits `grace_s` at most, and kills."""
-        self.signal(signal.SIGTERM)
-        self.signal(signal.SIGCONT)  # one that is stopped cannot leave
-        if self._process.poll() is None:
+        if grace_s and self._process.poll() is None:
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGCONT)  # one that is stopped cannot leave
             self.wait(grace_s)
-        deadline = time.monotonic() + max(grace_s, 5.0)
-        while (left := self.descendants()) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILLED_S
+        while (left := self._descendants()) and time.monotonic() < deadline:
+            kill(self.pid, left)
             self._process.poll()
             self.reap()
             time.sleep(_POLL_S)
 
     def reap(self) -> None:
         """Takes the status of orphans that have ended; the command's own is left to `wait`."""
-        for pid in _children(os.getpid()):
-            if pid != self._process.pid:
+        for one in self._descendants():
+            if one.pid != self._process.pid:
                 with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                found += map(int, (thread / "children").read_text().split())
-    return found
+                    os.waitpid(one.pid, os.WNOHANG)
 
 
 def _prctl(option: int, argument: int) -> None:

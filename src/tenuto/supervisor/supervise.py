@@ -17,12 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from tenuto.errors import StoreError, UsageError
+from tenuto.concurrency.process_trees import lives
+from tenuto.errors import TenutoError, UsageError
 from tenuto.supervisor.chaos import Injector
 from tenuto.supervisor.decide import Ending, Kind, Limits, decide, silence_allowed, silence_words
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans, memory_kills
-from tenuto.telemetry.heartbeat import ENDING, STARTING, VARIABLE, Beat, read_beats
+from tenuto.telemetry.heartbeat import ENDING, STARTING, TRAINING, VARIABLE, Beat, read_beats
 from tenuto.units import count, seconds
 
 POLL_S: Final = 0.1
@@ -32,7 +33,7 @@ PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 LEAVING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 """Signals after which the training is expected to end."""
 HUNG_GRACE_S: Final = 10.0
-"""For one that hangs: most that can still leave do so at once."""
+"""For what hangs, or was left behind: most that can still leave do so at once."""
 STATUS_HUNG: Final = 124
 """The status of one that was ended because it hung, and left with status 0."""
 RECENT_STEPS: Final = 50
@@ -86,7 +87,7 @@ class Supervisor:
     quiet_stdout: bool = False
     """Whether the command's stdout goes to stderr."""
     _asked: list[int] = field(default_factory=list)
-    _tree: ProcessTree | None = None
+    _to_pass_on: deque[int] = field(default_factory=deque)
     _reached: int = 0
     _died_s: float | None = None
     _lost_s: float = 0.0
@@ -115,11 +116,9 @@ class Supervisor:
                 if self._asked_within(decision.after_s):
                     reason = f"{signal.Signals(self._asked[0]).name} came while it was down ({decision.reason})"
                     break
-        if self._died_s is not None and endings[-1].kind not in ("finished", "asked to leave"):
+        if self._died_s is not None and endings[-1].failed:
             self._lost_s += time.monotonic() - self._died_s
-        saved = None
-        if endings[-1].kind not in ("finished",):
-            saved = self._save_what_is_left()
+        saved = None if endings[-1].kind == "finished" else self._save_what_is_left()
         status = endings[-1].status
         step = self._reached or None
         self.journal.write("ended", status=status, reason=reason, lost_s=round(self._lost_s, 3), step=step, saved=saved)
@@ -129,7 +128,7 @@ class Supervisor:
     def _save_what_is_left(self) -> str | None:
         try:
             saved = self.at_end()
-        except StoreError as error:
+        except TenutoError as error:
             self.report(f"what lies in memory could not be saved: {error}")
             return None
         if saved is not None:
@@ -145,16 +144,17 @@ class Supervisor:
             started_s = time.monotonic()
             out = sys.stderr if self.quiet_stdout else None
             environment = {**self.environment, VARIABLE: name, "TENUTO_RESTART": str(number - 1)}
-            self._tree = tree = ProcessTree(self.command, environment, out)
+            tree = ProcessTree(self.command, environment, out)
             self.journal.write("started", start=number, pid=tree.pid)
-            steps = _Steps()
+            steps = Steps()
             hung = self._watched(tree, beats, steps, began_s)
             status = tree.wait(0)
             if hung is None and status is None:
                 raise AssertionError("it is neither hung nor has it ended")
             steps.take(list(read_beats(beats)), time.monotonic())
             self._note_progress(steps)
-            tree.end(self.watch.grace_s if hung is None else min(self.watch.grace_s, HUNG_GRACE_S))
+            # What was asked to leave has had its time. What hangs leaves at once, if it can.
+            tree.end(0.0 if self._asked else min(self.watch.grace_s, HUNG_GRACE_S))
             code = tree.wait(0)
             if hung is not None and not code:
                 code = STATUS_HUNG
@@ -165,22 +165,23 @@ class Supervisor:
             self._reached = max(self._reached, steps.newest)
         shell = _shell_status(code)
         ending = Ending(kind, shell, started_s, ended_s, steps.newest, new, evidence)
-        if kind not in ("finished", "asked to leave") and self._died_s is None:
+        if ending.failed and self._died_s is None:
             self._died_s = ended_s
         self.journal.write(
-            "died" if kind not in ("finished", "asked to leave") else "left",
+            "died" if ending.failed else "left",
             start=number, kind=kind, status=shell, evidence=evidence, step=steps.newest, new=new,
             ran_s=round(ended_s - started_s, 3),
         )  # fmt: skip
         return ending
 
-    def _watched(self, tree: ProcessTree, beats: Path, steps: _Steps, began_s: float) -> str | None:
+    def _watched(self, tree: ProcessTree, beats: Path, steps: Steps, began_s: float) -> str | None:
         """Watches until the command ends (None), or is to be ended: the evidence."""
         looked_s = time.monotonic()
         left_s: float | None = None
         while tree.wait(POLL_S) is None:
             now_s = time.monotonic()
-            tree.reap()
+            while self._to_pass_on:
+                tree.signal(self._to_pass_on.popleft())
             if self._asked and left_s is None:
                 left_s = now_s + self.watch.grace_s
             if left_s is not None and now_s > left_s:
@@ -188,13 +189,13 @@ class Supervisor:
             deadline_s = self.watch.deadline_s
             if deadline_s is not None and now_s - began_s > deadline_s and not self._asked:
                 self.report(f"the deadline of {seconds(deadline_s)} has come: it is asked to leave")
-                self._asked.append(signal.SIGTERM)
-                tree.signal(signal.SIGTERM)
+                self._ask(signal.SIGTERM)
             if self.injector is not None:
                 self._strike(tree, beats, now_s - began_s)
             if now_s - looked_s < WATCH_S:
                 continue
             looked_s = now_s
+            tree.reap()
             steps.take(_of_the_living(read_beats(beats)), now_s)
             self._note_progress(steps)
             if left_s is None and (evidence := self._hung(steps, now_s)) is not None:
@@ -204,19 +205,21 @@ class Supervisor:
 
     def _strike(self, tree: ProcessTree, beats: Path, since_s: float) -> None:
         assert self.injector is not None
+        if not self.injector.due(since_s):
+            return
         training = [beat.pid for beat in read_beats(beats) if beat.phase not in (STARTING, ENDING) and beat.step]
-        struck = self.injector.strike(since_s, tree, training)
+        struck = self.injector.strike(tree, training)
         if struck is not None:
             self.journal.write("injected", kind=struck[0].kind, due_s=round(struck[0].at_s, 3), pid=struck[1])
 
-    def _note_progress(self, steps: _Steps) -> None:
+    def _note_progress(self, steps: Steps) -> None:
         """Counts the time since the last death as lost once there is a step that nobody had come to before."""
         if self._died_s is not None and steps.newest is not None and steps.newest > self._reached:
             lost_s = time.monotonic() - self._died_s
             self._lost_s, self._died_s = self._lost_s + lost_s, None
             self.journal.write("recovered", step=steps.newest, lost_s=round(lost_s, 3))
 
-    def _hung(self, steps: _Steps, now_s: float) -> str | None:
+    def _hung(self, steps: Steps, now_s: float) -> str | None:
         if self.watch.hang_s == 0 or steps.newest is None or steps.phase in (STARTING, ENDING):
             return None
         least_s, unknown_s = self.watch.least_s, self.watch.unknown_s
@@ -250,22 +253,25 @@ class Supervisor:
         number = -code if code < 0 else code - 128
         if number in LEAVING and (self._asked or code > 0):
             return "asked to leave", signal.Signals(number).name
+        if memory:  # a launcher whose worker was killed ends by itself
+            return "out of memory", "the kernel killed a process for want of memory"
         if code < 0 or (number == signal.SIGKILL and code > 128):
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            if memory and number == signal.SIGKILL:
-                return "out of memory", "the kernel killed a process for want of memory"
             return "killed", name
         return "failed", f"status {code}"
 
     # -- signals -------------------------------------------------------------------------------------------------------
 
+    def _ask(self, number: int) -> None:
+        """Has a signal passed on, to a command that is just being started too."""
+        if number in LEAVING:
+            self._asked.append(number)
+        self._to_pass_on.append(number)
+
     @contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
         def handle(number: int, frame: FrameType | None) -> None:
-            if number in LEAVING:
-                self._asked.append(number)
-            if self._tree is not None:
-                self._tree.signal(number)
+            self._ask(number)
 
         before = {number: signal.signal(number, handle) for number in PASSED_ON}
         try:
@@ -281,14 +287,17 @@ class Supervisor:
         return bool(self._asked)
 
 
-class _Steps:
+class Steps:
     """The steps of one start, by the beats of its ranks. The slowest rank counts: one that stands still holds all."""
 
     def __init__(self) -> None:
         self.newest: int | None = None
+        """The highest step that it came to."""
         self.phase = STARTING
         self.last_s = time.monotonic()
+        """When it last made a step, or was not expected to make any."""
         self.durations: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._at: int | None = None
 
     def take(self, beats: Sequence[Beat], now_s: float) -> None:
         latest: dict[int, Beat] = {}
@@ -298,11 +307,14 @@ class _Steps:
         if not latest:
             return
         slowest = min(latest.values(), key=lambda beat: beat.step)
+        was = self.phase
         self.phase = STARTING if any(beat.phase == STARTING for beat in latest.values()) else slowest.phase
-        if self.newest is None or slowest.step > self.newest:
-            if self.newest is not None and self.durations is not None:
-                self.durations.append(max(slowest.at_s - self.last_s, 0.0) / (slowest.step - self.newest))
-            self.newest, self.last_s = slowest.step, slowest.at_s
+        if slowest.step != self._at:
+            # From one step to a higher one. A first step may be that of a resume, and a launcher may have gone back.
+            if self._at is not None and slowest.step > self._at and was == TRAINING:
+                self.durations.append(max(slowest.at_s - self.last_s, 0.0) / (slowest.step - self._at))
+            self._at, self.last_s = slowest.step, slowest.at_s
+            self.newest = max(self.newest or 0, slowest.step)
         elif self.phase in (STARTING, ENDING):
             self.last_s = now_s
 
@@ -311,7 +323,7 @@ def _of_the_living(beats: Iterable[Beat]) -> list[Beat]:
     """Returns the beats of processes that live: a launcher may have replaced some, by fewer. All of them where none is
     found, as in another pid namespace."""
     every = list(beats)
-    return [beat for beat in every if Path(f"/proc/{beat.pid}").exists()] or every
+    return [beat for beat in every if lives(beat.pid)] or every
 
 
 def summary(account: Account) -> str:
@@ -323,7 +335,8 @@ def summary(account: Account) -> str:
     if account.restarts:
         what = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
         parts.append(f"{count(account.restarts, 'restart')} ({what})")
-        parts.append(f"{seconds(account.lost_s)} until it was as far again")
+        if account.step is not None:
+            parts.append(f"{seconds(account.lost_s)} until it was as far again")
     return "; ".join(parts)
 
 

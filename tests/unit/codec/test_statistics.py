@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.leaf_statistics import statistics
 from tenuto.codec import statistics as module
-from tenuto.codec.statistics import BLOCK_BYTES, floats_of, kind_of, many, statistics
+from tenuto.codec.statistics import BLOCK_BYTES, floats_of, kind_of, many
 from tenuto.model.leaf import DTYPES
 
 SMALL = (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,41 +39,26 @@ def chaos(
     As `tenuto run`, with faults put into the processes that train. Use a copy of your run, or a run of its own: the
     command trains and saves as it always does.
     """
+    from tenuto.cli.commands.run import document_of, hang_of, supervised
     from tenuto.model.sizes import parse_time
     from tenuto.supervisor.chaos import Injector, drawn, written
     from tenuto.supervisor.decide import Limits
-    from tenuto.supervisor.journal import Journal, default_path
-    from tenuto.supervisor.supervise import Supervisor, Watch
+    from tenuto.supervisor.supervise import Watch
 
     if faults < 1:
         raise UsageError(f"--faults {faults} makes no sense", subject="--faults", hint="--faults 5")
     plan = written(at) if at else drawn(parse_time(every, "--every"), faults, kinds.split(","), seed)
-    watch = Watch(hang_s=None if not hang else 0.0 if hang == "off" else parse_time(hang, "--hang"), grace_s=5.0)
-    limits = Limits(restarts=10 * len(plan) + 10, per_hour=10 * len(plan) + 10, in_vain=5, first_wait_s=0.1)
-    injector = Injector(plan, seed)
-    path = Path(journal) if journal else default_path(os.getpid())
-    supervisor = Supervisor(
-        command, limits, watch, Journal(path, _line), _line, quiet_stdout=json, injector=injector
-    )  # fmt: skip
-    try:
-        account = supervisor.run()
-    except (FileNotFoundError, PermissionError) as error:
-        raise UsageError(
-            f"{command[0]} cannot be run: {error.strerror}", subject=command[0], hint="tenuto chaos -- python train.py"
-        ) from None
+    often = 10 * len(plan) + 10
+    limits = Limits(restarts=often, per_hour=often, in_vain=5, first_wait_s=0.1)
+    injector, watch = Injector(plan, seed), Watch(hang_s=hang_of(hang), grace_s=5.0)
+    account = supervised(command, limits, watch, journal=journal, json=json, injector=injector)
     if json:
-        from tenuto.cli.commands.run import document_of
-
         injected = [{"at_s": one.at_s, "kind": one.kind} for one in injector.injected]
         output.document("chaos", {**document_of(account), "injected": injected, "elapsed_s": account.elapsed_s})
     else:
         _show(account, injector)
     if account.status:
         raise typer.Exit(account.status)
-
-
-def _line(text: str) -> None:
-    output.story(f"tenuto: {text}")
 
 
 def _show(account: Account, injector: Injector) -> None:

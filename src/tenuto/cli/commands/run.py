@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,9 @@ from tenuto.cli.console.where import VARIABLE
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
-    from tenuto.supervisor.supervise import Account
+    from tenuto.supervisor.chaos import Injector
+    from tenuto.supervisor.decide import Limits
+    from tenuto.supervisor.supervise import Account, Watch
 
 EXAMPLES = examples(
     "tenuto run -- python train.py",
@@ -46,32 +49,23 @@ def run(
     """
     from tenuto.model.sizes import parse_time
     from tenuto.supervisor.decide import Limits
-    from tenuto.supervisor.journal import Journal, default_path
-    from tenuto.supervisor.supervise import Supervisor, Watch, summary
+    from tenuto.supervisor.supervise import Watch, summary
 
     for name, value in (("--restarts", restarts), ("--per-hour", per_hour), ("--in-vain", in_vain)):
         if value < (0 if name == "--restarts" else 1):
             raise UsageError(f"{name} {value} makes no sense", subject=name, hint=f"{name} 3")
-    watch = Watch(
-        hang_s=None if not hang else 0.0 if hang == "off" else parse_time(hang, "--hang"),
-        grace_s=parse_time(grace, "--grace"),
-        deadline_s=parse_time(deadline, "--deadline") if deadline else None,
+    account = supervised(
+        command,
+        Limits(restarts, per_hour, in_vain),
+        Watch(
+            hang_s=hang_of(hang),
+            grace_s=parse_time(grace, "--grace"),
+            deadline_s=parse_time(deadline, "--deadline") if deadline else None,
+        ),
+        journal=journal,
+        json=json,
+        at_end=lambda: _flush(where),
     )
-    path = Path(journal) if journal else default_path(os.getpid())
-    supervisor = Supervisor(
-        command, Limits(restarts, per_hour, in_vain), watch, Journal(path, _line), _line,
-        at_end=lambda: _flush(where), quiet_stdout=json,
-    )  # fmt: skip
-    try:
-        account = supervisor.run()
-    except FileNotFoundError:
-        raise UsageError(
-            f"there is no program {command[0]}", subject=command[0], hint="tenuto run -- python train.py"
-        ) from None
-    except PermissionError:
-        raise UsageError(
-            f"{command[0]} cannot be run: permission denied", subject=command[0], hint="tenuto run -- python train.py"
-        ) from None
     if json:
         output.document("run", document_of(account))
     elif account.restarts or account.status:
@@ -79,6 +73,41 @@ def run(
         _line(f"journal: {account.journal}")
     if account.status:
         raise typer.Exit(account.status)
+
+
+def hang_of(text: str) -> float | None:
+    """Returns `--hang` in seconds: 0 for never, None for what is learnt."""
+    from tenuto.model.sizes import parse_time
+
+    return None if not text else 0.0 if text == "off" else parse_time(text, "--hang")
+
+
+def supervised(
+    command: Sequence[str],
+    limits: Limits,
+    watch: Watch,
+    *,
+    journal: str,
+    json: bool,
+    at_end: Callable[[], str | None] = lambda: None,
+    injector: Injector | None = None,
+) -> Account:
+    """Runs a command to its end, with a line on stderr for what happens. Raises UsageError where it cannot be run."""
+    from tenuto.supervisor.journal import Journal, default_path
+    from tenuto.supervisor.supervise import Supervisor
+
+    path = Path(journal) if journal else default_path(os.getpid())
+    supervisor = Supervisor(
+        command, limits, watch, Journal(path, _line), _line, at_end=at_end, quiet_stdout=json, injector=injector
+    )
+    try:
+        return supervisor.run()
+    except (FileNotFoundError, PermissionError) as error:
+        raise UsageError(
+            f"{command[0]} cannot be run: {(error.strerror or '').lower()}",
+            subject=command[0],
+            hint="tenuto run -- python train.py",
+        ) from None
 
 
 def _line(text: str) -> None:

@@ -1,0 +1,121 @@
+"""What the supervisor makes of beats, of statuses, and of what a command leaves behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.errors import KeyMissing
+from tenuto.supervisor.decide import Ending, Limits
+from tenuto.supervisor.journal import Journal
+from tenuto.supervisor.process_tree import ProcessTree
+from tenuto.supervisor.supervise import Account, Steps, Supervisor, Watch, summary
+from tenuto.telemetry.heartbeat import ENDING, STARTING, TRAINING, Beat
+
+
+def supervisor(*command: str, **more: Any) -> Supervisor:
+    said: list[str] = []
+    return Supervisor(command, Limits(), Watch(), Journal(None, said.append), said.append, **more)
+
+
+def beat(step: int, at_s: float, *, rank: int = 0, phase: str = TRAINING, pid: int = 1) -> Beat:
+    return Beat(pid, rank, step, phase, at_s)
+
+
+def test_a_launcher_that_goes_back_to_an_older_checkpoint_makes_steps_all_the_same() -> None:
+    steps = Steps()
+    for step in range(990, 1001):
+        steps.take([beat(step, float(step))], float(step))
+    for number, step in enumerate(range(500, 900)):
+        steps.take([beat(step, 1001.0 + number)], 1001.0 + number)
+    assert (steps.newest, steps.last_s) == (1000, 1400.0)
+    assert max(steps.durations) == pytest.approx(1.0)
+
+
+def test_the_first_step_of_a_resume_is_no_duration_and_the_slowest_rank_counts() -> None:
+    steps = Steps()
+    steps.take([beat(0, 10.0, phase=STARTING)], 10.0)
+    steps.take([beat(700, 200.0), beat(700, 201.0, rank=1)], 201.0)
+    assert not steps.durations
+    steps.take([beat(703, 210.0), beat(701, 205.0, rank=1)], 210.0)
+    assert (steps.newest, steps.last_s, list(steps.durations)) == (701, 205.0, [5.0])
+    steps.take([beat(710, 230.0), beat(701, 205.0, rank=1)], 230.0)
+    assert (steps.newest, steps.last_s) == (701, 205.0)
+
+
+def test_who_saves_at_the_end_is_not_silent() -> None:
+    steps = Steps()
+    steps.take([beat(7, 10.0, phase=ENDING)], 10.0)
+    steps.take([beat(7, 10.0, phase=ENDING)], 500.0)
+    assert steps.last_s == 500.0
+
+
+@pytest.mark.parametrize(
+    ("code", "memory", "asked", "kind"),
+    [
+        (0, False, [], "finished"),
+        (0, False, [signal.SIGTERM], "asked to leave"),
+        (143, False, [], "asked to leave"),
+        (-signal.SIGTERM, False, [signal.SIGTERM], "asked to leave"),
+        (-signal.SIGTERM, False, [], "killed"),
+        (-signal.SIGKILL, False, [], "killed"),
+        (137, False, [], "killed"),
+        (-signal.SIGKILL, True, [], "out of memory"),
+        (1, True, [], "out of memory"),  # a launcher, whose worker was killed
+        (1, False, [], "failed"),
+    ],
+)
+def test_how_it_ended_by_its_status(code: int, memory: bool, asked: list[int], kind: str) -> None:
+    found = supervisor("true")
+    found._asked = asked
+    assert found._kind(code, None, memory)[0] == kind
+
+
+def test_a_program_without_steps_is_not_said_to_have_come_as_far_again() -> None:
+    endings = (Ending("failed", 1, 0, 100), Ending("finished", 0, 100, 200))
+    words = summary(Account(0, "the training is done", endings, 0.0, 200.0, None, None))
+    assert words == "the training is done; status 0; 1 restart (1 x failed)"
+
+
+def test_what_was_asked_already_is_not_asked_again_but_killed(tmp_path: Path) -> None:
+    script = f"""
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(tmp_path / "asked")!r}).touch())
+print("ready", flush=True)
+while True:
+    time.sleep(1)
+"""
+    with open(tmp_path / "out", "w") as out:
+        tree = ProcessTree([sys.executable, "-c", script], {}, out)
+        while "ready" not in (tmp_path / "out").read_text():
+            pass
+        tree.end(0.0)
+    assert tree.wait(0) == -signal.SIGKILL
+    assert not (tmp_path / "asked").exists() and not tree.descendants()
+
+
+def test_a_repository_whose_key_is_missing_changes_neither_status_nor_account() -> None:
+    script = """
+import sys
+sys.path[:0] = [sys.argv[1]]
+from tenuto.errors import KeyMissing
+from tenuto.supervisor.decide import Limits
+from tenuto.supervisor.journal import Journal
+from tenuto.supervisor.supervise import Supervisor, Watch
+
+def without_key():
+    raise KeyMissing("no key was given", subject="x", hint="give one")
+
+told = []
+journal = Journal(None, told.append)
+found = Supervisor(["false"], Limits(in_vain=1), Watch(), journal, told.append, at_end=without_key).run()
+print(found.status, len(told), "no key was given" in told[-1], "numpy" in sys.modules)
+"""
+    src = str(Path(__file__).parents[3] / "src")
+    done = subprocess.run([sys.executable, "-c", script, src], capture_output=True, text=True, check=True)
+    assert KeyMissing.__name__ in script and done.stdout == "1 1 True False\n"
