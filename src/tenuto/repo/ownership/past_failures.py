@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.errors import CorruptionError
 from tenuto.repo.ownership.lease import BEAT_S
 from tenuto.repo.repository import Repo
@@ -27,13 +29,15 @@ class PastFailures:
 def past_failures(repo: Repo, run: str, *, until: int) -> PastFailures:
     """Looks at what the newest claims up to attempt `until` say of the attempts before them. One that ended within a
     beat counts for nothing: it withdrew, or what failed was its start."""
-    failures, beats = 0, 0
-    for number in [one for one in repo.attempts(run) if one <= until][-ATTEMPTS:]:
-        try:
+    ended: list[tuple[int, bool]] = []
+
+    def read(number: int) -> None:
+        with suppress(CorruptionError):  # the estimate is one attempt poorer
             record = repo.find_attempt(run, number)
-        except CorruptionError:
-            continue  # the estimate is one attempt poorer
-        if record is not None and record.ended is not None and record.ended[0] > AT_START:
-            beats += record.ended[0] - AT_START
-            failures += record.ended[1]
-    return PastFailures(failures, beats * BEAT_S)
+            if record is not None and record.ended is not None and record.ended[0] > AT_START:
+                ended.append(record.ended)
+
+    numbers = [one for one in repo.attempts(run) if one <= until][-ATTEMPTS:]
+    parallel_for(read, numbers, repo.store.capabilities.parallel)
+    beats = sum(count - AT_START for count, _ in ended)
+    return PastFailures(sum(failed for _, failed in ended), beats * BEAT_S)
