@@ -110,10 +110,11 @@ def ls(
             raise UsageError("--trash has no conditions: nothing is measured by what is removed", hint="leave one out")
         _query(
             repo,
+            where,
             run,
             condition,
             sort,
-            None if everything else limit or (None if json else PAGE),
+            limit=None if everything else limit or (None if json else PAGE),
             refresh=refresh,
             as_json=json,
         )
@@ -140,11 +141,12 @@ def ls(
 
 def _query(
     repo: Repo,
+    place: str,
     run: str | None,
     condition: str | None,
     sort: str | None,
-    limit: int | None,
     *,
+    limit: int | None,
     refresh: bool,
     as_json: bool,
 ) -> None:
@@ -169,7 +171,7 @@ def _query(
     if more:
         given = [(name, text) for name, text in (("--run", run), ("--where", condition), ("--sort", sort)) if text]
         words = [word for name, text in given for word in ([f"{name}={text}"] if text[0] == "-" else [name, text])]
-        output.story(f"… and more: {typed('tenuto', 'ls', repo.url, *words, '--all')}")
+        output.story(f"… and more: {typed('tenuto', 'ls', place, *words, '--all')}")
 
 
 def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:
