@@ -389,9 +389,4 @@ class Care:
         """Returns the checkpoints that are meant; None for everything."""
         if steps is not None:
             return [resolve(self.repo, run or "main", step) for step in steps]
-        if run is None:
-            return None
-        attempts = self.repo.attempts(run)
-        return [
-            CheckpointId(run, number, step) for number in attempts for step in sorted(self.repo.committed(run, number))
-        ]
+        return None if run is None else self.repo.checkpoints(run)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,16 +100,16 @@ def _named_as(side: Side, reader: Reader) -> Side:
     that has most of the file's names. Raises UsageError where none has any."""
     names = reader.tree.keys()
 
-    def below(prefix: str) -> Mapping[str, LeafSource]:
-        return {path.removeprefix(prefix): leaf for path, leaf in side.leaves.items() if path.startswith(prefix)}
-
-    prefixes = {"", *(path[: path.rindex("/") + 1] for path in side.leaves if "/" in path)}
-    best = max(sorted(prefixes), key=lambda prefix: len(below(prefix).keys() & names))
-    leaves = below(best)
-    if not leaves.keys() & names:
+    named: Counter[str] = Counter()
+    for path in side.leaves:
+        cuts = (0, *(at + 1 for at, char in enumerate(path) if char == "/"))
+        named.update(path[:cut] for cut in cuts if path[cut:] in names)
+    if not named:
         raise UsageError(
             f"{side.name} and {reader.path} have no name in common",
             subject=str(reader.path),
             hint=f"--entry names the entry of the weights; {typed('tenuto', 'show', '--leaves')} lists what there is",
         )
+    best = max(sorted(named), key=named.__getitem__)
+    leaves = {path.removeprefix(best): leaf for path, leaf in side.leaves.items() if path.startswith(best)}
     return Side(side.name + (f", {best[:-1]}" if best else ""), leaves, {}, {}, {}, plain=False)

@@ -79,11 +79,7 @@ class Repository(Care):
 
     def checkpoints(self, run: str = "main") -> list[CheckpointId]:
         """Returns every committed checkpoint of the run, on the line of training or left behind, newest first."""
-        return [
-            CheckpointId(run, attempt, step)
-            for attempt in reversed(self.repo.attempts(run))
-            for step in self.repo.committed(run, attempt)
-        ]
+        return self.repo.checkpoints(run)[::-1]
 
     def find(self, run: str = "main", step: int | str = "latest") -> CheckpointId:
         """Returns the checkpoint of a step or a tag. RunNotFound and CheckpointNotFound name what there is instead."""

@@ -6,28 +6,30 @@ Like every bisection it takes for granted that what holds once holds from then o
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
 
+from tenuto.codec.statistics import BLOCK_BYTES, examiner_of
 from tenuto.engine.read.opened import Leaf, Opened, open_checkpoint
 from tenuto.errors import CheckpointNotFound, LeafNotFound, TenutoError, UsageError, did_you_mean, typed
 from tenuto.events import Emitter
 from tenuto.history.query import FIELDS, Query
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import Box, dtype
+from tenuto.model.records import Manifest, Note
 from tenuto.repo.best import is_healthy, outline
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import line_of
-from tenuto.repo.notes import ignore, notes, verification_of, with_notes
+from tenuto.repo.notes import ignore, last_of, notes, verification_of, with_notes
 from tenuto.repo.refs import list_refs
 from tenuto.repo.repository import Repo
+from tenuto.state.restore.selection import Selection
 
 Verdict = Literal["good", "bad", "skip"]
 """good: what is looked for does not hold yet. skip: nothing can be said of this checkpoint."""
@@ -67,8 +69,14 @@ class Bisection:
 
 def line_between(repo: Repo, run: str, good: CheckpointId | None, bad: CheckpointId) -> list[CheckpointId]:
     """Returns the checkpoints of the line of training that leads to `bad`, oldest first, from `good` or the oldest on.
-    Raises UsageError where `good` is not on it."""
+    Raises UsageError where `good` is not on it, or `bad` is neither of `run` nor on its line."""
     line = list(line_of(repo, run, bad))[::-1]
+    if not line:
+        raise UsageError(
+            f"{bad} is not on the line of training of run {run!r}",
+            subject=str(bad),
+            hint=f"{typed('tenuto', 'log', repo.url, '--run', run)} shows the line",
+        )
     if good is None:
         return line
     if good == bad or good not in line:
@@ -141,10 +149,7 @@ def bisect(
 
 
 _OF_REFS: Final = frozenset({"tag", "pinned", "held"})
-_FIELDS: Final = _OF_REFS | {
-    *("run", "attempt", "step", "size", "stored", "leaves", "ranks", "created"),
-    *("verified", "damaged", "healthy"),
-}
+_FIELDS: Final = FIELDS.keys() - {"line", "best", "age"}
 """The fields of a condition that one checkpoint has by itself."""
 
 
@@ -177,27 +182,30 @@ def by_query(repo: Repo, text: str) -> Test:
         lacking = [name for name in metrics if math.isnan(found.get(name, math.nan))]
         if lacking:
             return "skip", f"{lacking[0]} is {'nan' if lacking[0] in found else 'not logged'}"
-        state = verification_of(noted)
-        row: dict[str, Any] = {
-            **found,
-            "run": id.run,
-            "attempt": id.attempt,
-            "step": id.step,
-            "size": manifest.bytes,
-            "stored": manifest.stored_bytes,
-            "leaves": manifest.leaves,
-            "ranks": len(manifest.indexes),
-            "created": manifest.created,
-            "tag": tuple(tags.get(id, ())),
-            "pinned": "pin" in kinds.get(id, ()),
-            "held": "hold" in kinds.get(id, ()),
-            "verified": state == "verified",
-            "damaged": state == "suspect",
-            "healthy": state != "suspect" and is_healthy(manifest),
-        }
+        row = {**found, **_row(manifest, noted), "tag": tuple(tags.get(id, ()))}
+        row |= {"pinned": "pin" in kinds.get(id, ()), "held": "hold" in kinds.get(id, ())}
         return ("bad" if query.matches(row) else "good"), why
 
     return test
+
+
+def _row(manifest: Manifest, noted: Sequence[Note]) -> dict[str, Any]:
+    """Returns _FIELDS of a checkpoint, but those that refs say."""
+    state = verification_of(noted)
+    return {
+        "run": manifest.id.run,
+        "attempt": manifest.id.attempt,
+        "step": manifest.id.step,
+        "size": manifest.bytes,
+        "stored": manifest.stored_bytes,
+        "leaves": manifest.leaves,
+        "ranks": len(manifest.indexes),
+        "created": manifest.created,
+        "verified": state == "verified",
+        "proven": state != "suspect" and last_of(noted, "proven") is not None,
+        "damaged": state == "suspect",
+        "healthy": state != "suspect" and is_healthy(manifest),
+    }
 
 
 def by_function(holds: Callable[[CheckpointId], bool | None]) -> Test:
@@ -227,10 +235,9 @@ def by_nan(repo: Repo, pattern: str | None = None) -> Test:
 
 
 def _matching(opened: Opened, pattern: str | None) -> list[str]:
-    if pattern is None:
-        return list(opened)
-    found = [path for path in opened if fnmatch.fnmatchcase(path, pattern) or path.startswith(f"{pattern}/")]
-    if not found:
+    selection = Selection(pattern)
+    found = [path for path in opened if selection.takes(path)]
+    if pattern is not None and not found:
         near = did_you_mean(pattern, opened)
         raise LeafNotFound(
             f"no leaf of {opened.id} matches {pattern!r}", subject=pattern, hint=near or "model/* or '*'"
@@ -241,8 +248,8 @@ def _matching(opened: Opened, pattern: str | None) -> list[str]:
 def has_nan(leaf: Leaf) -> bool:
     """Returns whether a leaf has NaN anywhere. Reads it in slices along its first axis that is longer than 1, of at
     most 8 MiB where one item of that is shorter."""
-    nan_in = _nan_test(leaf.dtype)
-    if nan_in is None or not leaf.nbytes:
+    examine = examiner_of(leaf.dtype)
+    if examine is None or not leaf.nbytes:
         return False
     axis = next((place for place, length in enumerate(leaf.shape) if length > 1), 0)
     length = leaf.shape[axis] if leaf.shape else 1
@@ -253,31 +260,9 @@ def has_nan(leaf: Leaf) -> bool:
             offsets[axis], shape[axis] = start, min(step, length - start)
         raw = np.empty(math.prod(shape) * dtype(leaf.dtype).size, np.uint8)
         leaf.read_into(raw, Box(tuple(offsets), tuple(shape)))
-        if nan_in(raw):
+        if any(examine(raw[at : at + BLOCK_BYTES], False).nan for at in range(0, len(raw), BLOCK_BYTES)):
             return True
     return False
-
-
-_WORDS: Final[Mapping[str, tuple[Any, int, int]]] = {
-    "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
-    "float8_e5m2": (np.uint8, 0x7F, 0x7C),
-    "float8_e4m3fn": (np.uint8, 0x7F, 0x7E),
-    "float8_e8m0fnu": (np.uint8, 0xFF, 0xFE),
-}
-"""Types that numpy lacks: the words that hold them, a mask of all but the sign, and the last value that is no NaN."""
-_MINUS_ZERO: Final = frozenset({"float8_e4m3fnuz", "float8_e5m2fnuz"})
-"""Types whose one NaN has the bits of what would be minus zero."""
-
-
-def _nan_test(name: str) -> Callable[[np.ndarray[Any, Any]], bool] | None:
-    """Returns the test for NaN in the bytes of an element type; None for one that has none."""
-    if name in _WORDS:
-        words, mask, last = _WORDS[name]
-        return lambda raw: bool(((raw.view(words) & mask) > last).any())
-    if name in _MINUS_ZERO:
-        return lambda raw: bool((raw == 0x80).any())
-    kind = np.dtype(np.float16 if name == "complex32" else dtype(name).numpy or np.uint8)
-    return (lambda raw: bool(np.isnan(raw.view(kind)).any())) if kind.kind in "fc" else None
 
 
 def by_command(repo: Repo, words: Sequence[str]) -> Test:

@@ -58,6 +58,9 @@ BATCH: Final = 2_000
 WAIT_S: Final = 60.0
 """For another command that writes the catalog."""
 _BUSY: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_REFUSED: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+"""By the disk or its permissions: another file would fare no better."""
+_NOT_DAMAGED: Final = (*_BUSY, *_REFUSED)
 _ALL: Final = 1 << 62
 """Above every step."""
 _TABLES: Final = """
@@ -147,7 +150,7 @@ class CatalogCache:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
             for _ in range(2):
-                with _unless_busy():
+                with _damage_ignored():
                     database = _made(_connected(str(path)), about)
                     if database.execute("SELECT version, repository, url FROM about").fetchall() == [about]:
                         return database
@@ -248,8 +251,7 @@ class CatalogCache:
 
     def _compare_all(self) -> None:
         rows = self._database.execute("SELECT run, attempt, step, seen FROM checkpoints").fetchall()
-        found = ((CheckpointId(*key), seen) for *key, seen in rows)
-        self._read([id for id, seen in found if not seen or self._sign(id) != seen])
+        self._read(self._changed_of([(CheckpointId(*key), seen) for *key, seen in rows]))
 
     # -- signs: what a directory looks like from outside ---------------------------------------------------------------
 
@@ -286,6 +288,14 @@ class CatalogCache:
         except OSError:
             return own
         return f"{own}/{noted}" if own and noted < time.time_ns() - RACY_NS else ""
+
+    def _changed_of(self, found: Sequence[tuple[CheckpointId, str]]) -> list[CheckpointId]:
+        """Returns the checkpoints whose directories do not look as they were seen, in this order."""
+        now: dict[CheckpointId, str] = {}
+        asked = [id for id, seen in found if seen]
+        threads = self._repo.store.capabilities.parallel if self._root is None else 1  # a `stat` waits for nothing
+        parallel_for(lambda id: now.update({id: self._sign(id)}), asked, threads)
+        return [id for id, seen in found if not seen or now[id] != seen]
 
     def _remote_sign(self, id: CheckpointId) -> str:
         try:
@@ -446,13 +456,13 @@ class CatalogCache:
             for one in (where, order):
                 if one is not None:
                     one.check(self.metrics)
-        read: set[CheckpointId] = set()
+        looked: set[CheckpointId] = set()
         while True:
             rows = self._select(where, order, limit)
-            stale = [row.id for row, seen in rows if row.id not in read and (not seen or self._sign(row.id) != seen)]
+            stale = self._changed_of([(row.id, seen) for row, seen in rows if row.id not in looked])
             if not stale:
                 return [row for row, _ in rows]
-            read.update(stale)
+            looked.update(row.id for row, _ in rows)
             with _transaction(self._database):
                 self._read(stale)
                 self._settle()
@@ -512,30 +522,36 @@ def query(
     """Returns the checkpoints that match, by the catalog of this user, after a look at the repository: a complete one
     with `refresh`, and where all of them are asked for. Raises as `CatalogCache.query` and `refresh`."""
     kept = True
-    for _ in range(3):
+    for last in (False, True, True):
         try:
             with CatalogCache(repo, report=report, kept=kept) as catalog:
                 catalog.refresh(complete=refresh or limit is None)
                 return catalog.query(where, order, limit)
         except sqlite3.DatabaseError as error:
-            path = path_of(repo)
-            if error.sqlite_errorcode in _BUSY:
-                kept = False
-                report(f"another command has had the catalog {path} for a minute: everything is read")
-            else:
+            path, code = path_of(repo), _code_of(error)
+            if code not in _NOT_DAMAGED and not last:
                 report(f"the catalog {path} cannot be used ({error}): it is made again")
                 _throw_away(path)
+                continue
+            busy = f"another command has had the catalog {path} for a minute"
+            report(f"{busy if code in _BUSY else f'the catalog {path} cannot be used ({error})'}: everything is read")
+            kept = False
     raise StoreError(f"the catalog {path_of(repo)} cannot be used", subject=str(path_of(repo)))
 
 
 @contextmanager
-def _unless_busy() -> Iterator[None]:
-    """Passes over what is wrong with a database, but that another process uses it."""
+def _damage_ignored() -> Iterator[None]:
+    """Passes over what is wrong with a database, but not that another process uses it or the disk refuses it."""
     try:
         yield
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode in _BUSY:
+        if _code_of(error) in _NOT_DAMAGED:
             raise
+
+
+def _code_of(error: sqlite3.Error) -> int:
+    """Returns the primary code of an error of SQLite; 0 for one of Python's own, as of text that is no UTF-8."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def _throw_away(path: Path) -> None:
@@ -569,7 +585,8 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        database.execute("ROLLBACK")
+        if database.in_transaction:  # a full disk has ended it
+            database.execute("ROLLBACK")
         raise
     database.execute("COMMIT")
 

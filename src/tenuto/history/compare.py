@@ -23,11 +23,11 @@ from tenuto.repo.best import (
     best_of,
     best_of_each,
     check_metric,
-    modes_of,
+    measured_of,
     recorded_mode,
 )
 from tenuto.repo.lineage import resolve
-from tenuto.repo.notes import ignore, notes, verification_of, with_notes
+from tenuto.repo.notes import ignore, notes
 from tenuto.repo.repository import Repo
 from tenuto.state.restore.rebuild import plain
 from tenuto.state.tree import LEAVES, OWN, children, kind_of
@@ -101,10 +101,8 @@ def compare(repo: Repo, ids: Sequence[CheckpointId], selector: BestSelector | No
     read: dict[CheckpointId, tuple[Manifest, Measured]] = {}
 
     def read_one(id: CheckpointId) -> None:
-        manifest, noted = repo.manifest(id), notes(repo, id, report=ignore)
-        metrics = with_notes(manifest.metrics, noted)
-        suspect, healthy = verification_of(noted) == "suspect", manifest.health is None or manifest.health.healthy
-        read[id] = manifest, Measured(id, metrics, suspect, healthy, modes_of(manifest))
+        manifest = repo.manifest(id)
+        read[id] = manifest, measured_of(id, manifest, notes(repo, id, report=ignore))
 
     parallel_for(read_one, ids, threads_for(repo).read)
     measured = [read[id][1] for id in ids]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tenuto.errors import CheckpointNotFound, UsageError, typed
+from tenuto.errors import UsageError, typed
 from tenuto.history.rollback import Report, check_reason, damage_of, refuse_damage
 from tenuto.history.timeline import FORK
 from tenuto.model.ids import CheckpointId, run_key
+from tenuto.repo.lineage import resolve
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo
 
@@ -37,14 +38,11 @@ class ForkPlan:
 
 
 def plan_fork(repo: Repo, parent: CheckpointId, run: str, *, reason: str = "", force: bool = False) -> ForkPlan:
-    """Plans a fork. Raises CheckpointNotFound, and UsageError for a name that cannot be a run's or is in use."""
+    """Plans a fork. Raises what `resolve` raises, and UsageError for a name that cannot be a run's or is in use."""
     check_reason(reason)
     run = run_key(run)
     _refuse_used(repo, run)
-    if not repo.exists(parent):
-        raise CheckpointNotFound(
-            f"no checkpoint {parent} at {repo.url}", subject=str(parent), hint=typed("tenuto", "ls", repo.url)
-        )
+    parent = resolve(repo, run, parent)
     return ForkPlan(repo.url, run, parent, reason, damage_of(repo, parent), force=force)
 
 

@@ -17,7 +17,7 @@ from tenuto.history.timeline import ROLLBACK
 from tenuto.maintenance.inspect import inspect
 from tenuto.maintenance.remove import is_suspect
 from tenuto.model.ids import CheckpointId, run_key
-from tenuto.repo.lineage import latest, line_of, walk
+from tenuto.repo.lineage import latest, line_of, resolve, walk
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo
 from tenuto.units import count
@@ -73,14 +73,11 @@ def plan_rollback(repo: Repo, run: str, to: CheckpointId, *, reason: str = "", f
     """Plans to make `to` the latest of `run`: a checkpoint of the run, also of a line that was left behind, or one of
     another run that its line goes through. `force` accepts one that is damaged, which the next training passes over.
 
-    Raises CheckpointNotFound where `to` is not one of these, and UsageError for a reason that is too long.
+    Raises RunNotFound, CheckpointNotFound where `to` is not one of these, and UsageError for a reason that is too long.
     """
     check_reason(reason)
     run = run_key(run)
-    if not repo.exists(to):
-        raise CheckpointNotFound(
-            f"no checkpoint {to} at {repo.url}", subject=str(to), hint=typed("tenuto", "ls", repo.url)
-        )
+    to = resolve(repo, run, to)
     line = list(walk(repo, run))
     own = line[line.index(to) :] if to in line else list(line_of(repo, run, to)) if to.run == run else []
     if not own:

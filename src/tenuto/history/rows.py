@@ -20,7 +20,7 @@ class Row:
     metrics: as logged with the step and noted later.
     best: the metrics by which it is the run's best.
     damaged: whether its manifest is, or damage was noted that no verification has taken back.
-    healthy: whether no tensor had become NaN or infinite, as far as its save has looked.
+    healthy: whether it is not damaged, and no tensor had become NaN or infinite, as far as its save has looked.
     """
 
     id: CheckpointId
@@ -71,5 +71,5 @@ def row_of(found: Sequence[Any], metrics: Mapping[str, float], now_s: float) -> 
         verified=bool(verified),
         proven=bool(proven),
         damaged=bool(damaged),
-        healthy=bool(healthy),
+        healthy=bool(healthy and not damaged),
     )

@@ -99,12 +99,7 @@ def plan_verify(
     """
     everything = ids is None
     if ids is None:
-        ids = tuple(
-            CheckpointId(run, attempt, step)
-            for run in repo.runs()
-            for attempt in repo.attempts(run)
-            for step in sorted(repo.committed(run, attempt))
-        )
+        ids = repo.checkpoints()
     nbytes = 0
     for id in ids:
         try:

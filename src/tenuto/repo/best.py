@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -17,7 +17,7 @@ from tenuto.errors import (
     did_you_mean,
 )
 from tenuto.model.ids import CheckpointId, run_key
-from tenuto.model.records import Manifest
+from tenuto.model.records import Manifest, Note
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
 from tenuto.repo.notes import ignore, notes, verification_of, with_notes
 from tenuto.repo.repository import Repo
@@ -150,11 +150,14 @@ def measured(repo: Repo, run: str) -> list[Measured]:
             id = CheckpointId(run, number, step)
             manifest = outline(repo, id)
             if manifest is not None:
-                noted = notes(repo, id, report=ignore)
-                suspect = verification_of(noted) == "suspect"
-                metrics, healthy = with_notes(manifest.metrics, noted), is_healthy(manifest)
-                found.append(Measured(id, metrics, suspect, healthy, modes_of(manifest)))
+                found.append(measured_of(id, manifest, notes(repo, id, report=ignore)))
     return found
+
+
+def measured_of(id: CheckpointId, manifest: Manifest, noted: Sequence[Note]) -> Measured:
+    """Returns a checkpoint as `best` judges it, by its manifest and its notes, oldest first."""
+    metrics, suspect = with_notes(manifest.metrics, noted), verification_of(noted) == "suspect"
+    return Measured(id, metrics, suspect, is_healthy(manifest), modes_of(manifest))
 
 
 def outline(repo: Repo, id: CheckpointId) -> Manifest | None:

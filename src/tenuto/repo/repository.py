@@ -293,6 +293,15 @@ class Repo:
         """Returns the attempt's committed steps, descending. A damaged manifest counts: its checkpoint exists."""
         return [step for step in self.steps(run, attempt) if self.exists(CheckpointId(run, attempt, step))]
 
+    def checkpoints(self, run: str | None = None) -> list[CheckpointId]:
+        """Returns every committed checkpoint of the run, or of all runs, ascending. A damaged manifest counts."""
+        return [
+            CheckpointId(key, attempt, step)
+            for key in (self.runs() if run is None else [run])
+            for attempt in self.attempts(key)
+            for step in reversed(self.committed(key, attempt))
+        ]
+
     def exists(self, id: CheckpointId) -> bool:
         """Returns whether the checkpoint exists: it has a manifest of its own, damaged or not, that is no aborted mark.
         An unreadable one is not its own if the directory's `begin.json` was written for another place."""

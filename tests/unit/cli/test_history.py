@@ -78,6 +78,25 @@ def test_bisect_runs_a_command_without_a_place_on_its_line(cli, place, monkeypat
     assert cli("bisect", place, "--run", "gpt", "--leaf", "x", "--where", "loss > 3")[0] == 2
 
 
+def test_bisect_refuses_an_end_of_another_run_by_name(cli, place):
+    for how in (("--where", "loss > 3"), ("--nan",), ("--linear", "--where", "loss > 3")):
+        status, _, err = cli("bisect", place, "--run", "gpt", "--bad", "small/a0001/1", *how)
+        assert (status, err) == (
+            2,
+            "error: small/a0001/1 is not on the line of training of run 'gpt'\n"
+            "hint: tenuto log /ckpts --run gpt shows the line\n",
+        )
+
+
+def test_only_nan_opens_the_keys_of_a_repository(cli, place, monkeypatch):
+    asked = []
+    monkeypatch.setattr("tenuto.history.bisect.unlock", asked.append)
+    assert cli("bisect", place, "--run", "gpt", "--where", "loss < 0.3")[0] == 0
+    assert cli("bisect", place, "--run", "gpt", "--", "false")[0] == 0
+    assert asked == []
+    assert (cli("bisect", place, "--run", "gpt", "--nan")[0], len(asked)) == (11, 1)
+
+
 def test_checkpoints_of_several_ranks(cli, tmp_path):
     save_jointly(Repo.create_or_open(open_store(tmp_path / "ckpts")), 3, session="5" * 32)
     place = tmp_path / "ckpts"

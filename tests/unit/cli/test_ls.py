@@ -10,7 +10,9 @@ import pytest
 import tenuto
 from tenuto import every, keep
 from tenuto.cli.console.output import Columns
+from tenuto.model.ids import CheckpointId
 from tenuto.repo import lineage
+from tenuto.repo.notes import add_note
 from tenuto.repo.repository import Repo
 from tenuto.store.local.store import LocalStore
 from tenuto.store.registry import open_store
@@ -336,13 +338,20 @@ def test_ls_says_which_process_trains_a_run_now(cli, place):
 
 def test_ls_lists_what_matches_of_all_runs(cli, place):
     status, out, err = cli("ls", place, "--where", "loss < 0.3 and not verified", "--sort=-step", "--limit", "3")
-    assert (status, err) == (0, "")
+    rest = "tenuto ls /ckpts --where 'loss < 0.3 and not verified' --sort=-step --all"
+    assert (status, err) == (0, f"… and more: {rest}\n")
     assert [line.split()[:3] for line in out.splitlines()[1:-1]] == [
         ["gpt", "a0001", "8"],
         ["gpt", "a0002", "7"],
         ["gpt", "a0001", "6"],
     ]
-    assert out.splitlines()[-1] == "3 checkpoints"
+    assert out.splitlines()[-1] == "the first 3 checkpoints"
+    for limit in (("--limit", "4"), ("--all",)):
+        _, out, err = cli("ls", place, "--where", "loss < 0.3 and not verified", *limit)
+        assert (out.splitlines()[-1], err) == ("4 checkpoints", "")
+    words = ("ls", place, "--run", "gpt", "--sort", "loss", "--limit", "2")
+    assert cli(*words)[2] == "… and more: tenuto ls /ckpts --run gpt --sort loss --all\n"
+    assert len(json.loads(cli(*words, "--json")[1])["checkpoints"]) == 2
     found = json.loads(cli("ls", place, "--where", "late < 1", "--json")[1])
     assert found["condition"] == "late < 1"
     (row,) = found["checkpoints"]
@@ -353,6 +362,25 @@ def test_ls_lists_what_matches_of_all_runs(cli, place):
     ]
     assert cli("ls", place, "--run", "small", "--refresh")[1].splitlines()[1].split()[:3] == ["small", "a0001", "1"]
     assert cli("ls", place, "--run", "small", "--where", "step > 1 or loss > 9")[2] == "no checkpoint matches\n"
+
+
+def test_ls_marks_what_is_wrong_with_what_matches_as_a_plain_listing_does(cli, tmp_path):
+    place, state = tmp_path / "ckpts", {"w": np.zeros(3), "b": np.zeros(3)}
+    with tenuto.Checkpointer(place, state, save=every(steps=1), keep=keep.all(), sinks=[]) as ckpt:
+        for step in ckpt.steps(4):
+            state["w"][0] = float("nan") if step == 2 else step
+    repo = Repo.open(open_store(place))
+    add_note(repo, CheckpointId("main", 1, 1), "suspect", {})
+    (place / CheckpointId("main", 1, 2).manifest).write_bytes(b"no")
+    marks = {}
+    for words in ((), ("--sort", "step")):
+        out = cli("ls", place, *words)[1]
+        rows = {row.split()[-1]: row for row in out.splitlines()}
+        marks[words] = [word in rows for word in ("SUSPECT", "DAMAGED", "infinities")]
+        assert "UNHEALTHY: " in out and out.count("SUSPECT") == out.count("DAMAGED") == 1
+    assert marks[()] == marks["--sort", "step"] == [True, True, True]
+    assert not any(one.healthy for one in tenuto.Repository(place).query("not healthy"))
+    assert [one.id.step for one in tenuto.Repository(place).query("not healthy", sort="step")] == [1, 2, 3]
 
 
 def test_ls_refuses_what_a_query_cannot_be(cli, place):

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 import tenuto
 from tenuto.errors import CheckpointNotFound, LeafNotFound, UsageError
-from tenuto.history.bisect import bisect, by_command, has_nan
+from tenuto.history.bisect import _FIELDS, bisect, by_command, has_nan
+from tenuto.history.query import FIELDS, Query
 from tenuto.model.ids import CheckpointId
+from tenuto.repo.notes import add_note
 
 torch = pytest.importorskip("torch")
 
@@ -90,6 +92,31 @@ def test_ends_on_two_lines_are_refused_and_a_line_left_behind_is_bisected(reposi
     for good in ("a0001/2", "a0003/3"):
         with pytest.raises(UsageError, match="not on the line"):
             repository.bisect(where="loss > 3", good=good)
+
+
+def test_an_end_on_no_line_of_the_run_is_refused_by_name(repository, train):
+    train([1, 2, 3])
+    train([1, 2], "other")
+    for words in ({"where": "loss > 3"}, {"where": "loss > 3", "linear": True, "good": 1}):
+        with pytest.raises(UsageError, match="other/a0001/2 is not on the line of training of run 'main'") as caught:
+            repository.bisect(bad="other/a0001/2", **words)
+        assert "tenuto log" in caught.value.hint
+
+
+def test_a_condition_may_name_every_field_but_those_of_the_whole_run(repository, train, monkeypatch):
+    train([1, 2, 3])
+    rows = []
+    monkeypatch.setattr(
+        Query, "matches", lambda self, row, plain=Query.matches: (rows.append(row), plain(self, row))[1]
+    )
+    repository.bisect(where="step > 1")
+    assert rows and all(row.keys() >= _FIELDS for row in rows)
+    assert FIELDS.keys() - _FIELDS == {"line", "best", "age"}
+    for kind in ("proven", "verified"):
+        add_note(repository.repo, at(1, 2), kind, {})
+    assert repository.bisect(where="proven", bad=2).first == at(1, 2)
+    add_note(repository.repo, at(1, 2), "suspect", {})
+    assert repository.bisect(where="proven", bad=2).first is None
 
 
 def test_the_first_leaf_with_nan(repository, train):

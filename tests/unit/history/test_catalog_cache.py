@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import resource
 import shutil
 import sqlite3
 import stat
@@ -359,9 +360,7 @@ def test_two_at_once_and_one_that_dies_in_the_middle(where: Path, monkeypatch: p
     with CatalogCache(repo) as one, CatalogCache(repo) as other:
         one.refresh(complete=True)
         other.refresh()
-        assert one.query(limit=5) == [] or [row.id for row in one.query(limit=5)] == [
-            row.id for row in other.query(limit=5)
-        ]
+        assert [row.id for row in one.query(limit=5)] == [row.id for row in other.query(limit=5)]
     monkeypatch.setattr(catalog_cache, "BATCH", 50)
     path_of(repo).unlink()
     reads: Iterator[int] = iter(range(120))
@@ -383,6 +382,59 @@ def test_a_catalog_that_another_command_writes_is_not_waited_for_for_ever(
         assert len(catalog_cache.query(repo, limit=400, report=said.append)) == 300
     assert len(said) == 1 and "everything is read" in said[0] and path_of(repo).exists()
     assert len(catalog_cache.query(repo, limit=400, report=said.append)) == 300 and len(said) == 1
+
+
+@pytest.mark.parametrize(("known", "bytes_"), [(False, 0), (False, 20_000), (False, 70_000), (True, 0), (True, 20_000)])
+def test_on_a_full_disk_a_query_reads_everything_and_the_catalog_stays(where: Path, known: bool, bytes_: int) -> None:
+    repo, said, file = Repo.open(open_store(where)), [], 0
+    if known:
+        found(repo)
+        add_note(repo, CheckpointId("gpt", 1, 9), "metric", {"val_loss": -1.0})
+        file = path_of(repo).stat().st_ino
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, before[1]))
+    try:
+        rows = catalog_cache.query(repo, None, None, 400, refresh=True, report=said.append)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(rows) == 300
+    assert len(said) == 1 and "cannot be used" in said[0] and said[0].endswith("everything is read"), said
+    assert not known or path_of(repo).stat().st_ino == file
+    said.clear()
+    assert len(catalog_cache.query(repo, report=said.append)) == 300 and said == []
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY | 2 << 8, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_ERROR, None])
+def test_what_sqlite_refuses_again_and_again_is_done_in_memory(
+    where: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    repo, said = Repo.open(open_store(where)), []
+    refresh = CatalogCache.refresh
+
+    def refuse(catalog: CatalogCache, *, complete: bool = False) -> None:
+        if catalog._database.execute("PRAGMA database_list").fetchone()[2]:
+            error = sqlite3.OperationalError("no")
+            if code is not None:
+                error.sqlite_errorcode = code
+            raise error
+        refresh(catalog, complete=complete)
+
+    monkeypatch.setattr(CatalogCache, "refresh", refuse)
+    assert len(catalog_cache.query(repo, report=said.append)) == 300
+    busy = code is not None and code & 0xFF == sqlite3.SQLITE_BUSY
+    assert len(said) == (1 if busy else 2) and said[-1].endswith("everything is read")
+    assert path_of(repo).exists()
+
+
+def test_each_row_is_looked_at_once(repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(repo)
+    remove(repo, [CheckpointId("vit", 1, 99)])
+    add_note(repo, CheckpointId("vit", 1, 98), "metric", {"accuracy": 0.5})
+    looked: list[CheckpointId] = []
+    sign = CatalogCache._sign
+    monkeypatch.setattr(CatalogCache, "_sign", lambda self, id: (looked.append(id), sign(self, id))[1])
+    assert names(found(repo, "run == 'vit'", "-step", 4)) == ["vit/100", "vit/98", "vit/97", "vit/96"]
+    assert [looked.count(CheckpointId("vit", 1, step)) for step in (100, 97, 96)] == [1, 1, 1]
 
 
 def test_a_damaged_ref_is_reported_and_hides_nothing(where: Path) -> None:

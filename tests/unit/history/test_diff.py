@@ -183,6 +183,11 @@ def test_with_a_file_of_weights(tmp_path: Path) -> None:
     found = tenuto.Repository(tmp_path / "a").diff("latest", where=file)
     assert {one.path: one.change for one in found.leaves} == {"a.w": "changed", "a.b": "same"}
     assert not found.values and found.first.endswith(", model")
+    deep = {"net": {"x": {"w": np.zeros(3)}, "y": {"w": np.ones(3)}}, "opt": {"w": np.zeros(9)}}
+    tenuto.save(deep, tmp_path / "deep")
+    safetensors.numpy.save_file({"x/w": np.zeros(3), "y/w": np.zeros(3)}, file)
+    found = tenuto.Repository(tmp_path / "deep").diff("latest", where=file)
+    assert {one.path: one.change for one in found.leaves} == {"x/w": "same", "y/w": "changed"}
     safetensors.numpy.save_file({"other": np.ones(3)}, file)
     with pytest.raises(UsageError, match="no name in common"):
         tenuto.Repository(tmp_path / "a").diff("latest", where=file)

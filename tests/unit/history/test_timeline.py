@@ -162,3 +162,13 @@ def test_a_damaged_attempt_record_hides_no_history(repository, train):
     repository.repo.store.put_if_absent(name, Bytes(b"?"), token="t")
     found = timeline(repository.repo, "main")
     assert (len(found.points), found.turns) == (5, ())
+
+
+def test_the_checkpoints_of_one_run_and_of_all_in_their_order(repository, train):
+    train([1, 2])
+    train([3])
+    train([1], "other")
+    of_main = [at(1, 1), at(1, 2), at(2, 3)]
+    assert repository.repo.checkpoints("Main") == of_main
+    assert repository.repo.checkpoints() == [*of_main, at(1, 1, "other"), at(1, 0, "unused")]
+    assert repository.checkpoints() == of_main[::-1]

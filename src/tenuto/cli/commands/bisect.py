@@ -58,11 +58,13 @@ def bisect(
         raise UsageError("what to look for is one of --where, --nan and a command after `--`", hint=example)
     if leaf is not None and not nan:
         raise UsageError("--leaf goes with --nan", subject="--leaf", hint=typed("tenuto", "bisect", where, "--nan"))
-    test: Test = history.by_nan(repo, leaf)
+    test: Test
     if command:
         test = history.by_command(repo, command)
     elif condition is not None:
         test = history.by_query(repo, condition)
+    else:
+        test = history.by_nan(repo, leaf)
     start, end = None if good is None else checkpoint(repo, run, good), checkpoint(repo, run, bad)
     line = history.line_between(repo, end.run if run is None else run, start, end)
     if not linear and len(line) > 2:

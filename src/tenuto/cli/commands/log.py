@@ -128,7 +128,7 @@ def _print(found: Timeline, names: Sequence[str]) -> None:
 
 def _marks(found: Timeline, point: Point) -> Iterator[str]:
     from tenuto.cli.console.output import clipped
-    from tenuto.cli.views.run_listing import marks_of_refs
+    from tenuto.cli.views.run_listing import marks_of_refs, unhealthy
 
     if point.latest:
         yield "latest"
@@ -139,9 +139,7 @@ def _marks(found: Timeline, point: Point) -> Iterator[str]:
     if point.checked:
         yield "SUSPECT" if point.checked == "suspect" else point.checked
     if point.health is not None and not point.healthy:
-        from tenuto.units import count
-
-        yield f"UNHEALTHY: {count(point.health.leaves, 'leaf')} with NaN or infinities"
+        yield unhealthy(point.health.leaves)
     yield from marks_of_refs(point.refs)
     if point.after is not None and point.after.run != point.id.run:
         yield f"continues {point.after}"

@@ -110,10 +110,11 @@ def ls(
             raise UsageError("--trash has no conditions: nothing is measured by what is removed", hint="leave one out")
         _query(
             repo,
+            where,
             run,
             condition,
             sort,
-            None if everything else limit or (None if json else PAGE),
+            limit=None if everything else limit or (None if json else PAGE),
             refresh=refresh,
             as_json=json,
         )
@@ -140,11 +141,12 @@ def ls(
 
 def _query(
     repo: Repo,
+    place: str,
     run: str | None,
     condition: str | None,
     sort: str | None,
-    limit: int | None,
     *,
+    limit: int | None,
     refresh: bool,
     as_json: bool,
 ) -> None:
@@ -159,12 +161,17 @@ def _query(
             resolve(repo, run)  # raises, listing the existing runs
         where = where.of_run(run)
     order = None if sort is None else Order.parse(sort)
-    rows = query(repo, where, order, limit, refresh=refresh, report=output.story)
+    rows = query(repo, where, order, None if limit is None else limit + 1, refresh=refresh, report=output.story)
+    more, rows = limit is not None and len(rows) > limit, rows[:limit]
     if as_json:
         found = [{**row.json(), "age_s": age_s(row.created)} for row in rows]
         output.document("ls", {"where": repo.url, "repository": repo.id, "condition": condition, "checkpoints": found})
         return
-    print_rows(rows, [*([order.name] if order else []), *where.metrics])
+    print_rows(rows, [*([order.name] if order else []), *where.metrics], more=more)
+    if more:
+        given = [(name, text) for name, text in (("--run", run), ("--where", condition), ("--sort", sort)) if text]
+        words = [word for name, text in given for word in ([f"{name}={text}"] if text[0] == "-" else [name, text])]
+        output.story(f"… and more: {typed('tenuto', 'ls', place, *words, '--all')}")
 
 
 def _memory(where: str | None, run: str | None, *, as_json: bool) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tenuto.cli.console import output
-from tenuto.cli.console.output import TOGETHER, Columns
+from tenuto.cli.console.output import Columns, joined_marks
 from tenuto.cli.views.ages import age_s
+from tenuto.cli.views.run_listing import unhealthy
 from tenuto.model.ids import attempt_key
 from tenuto.units import age, count, size
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 _METRICS = 4
 
 
-def print_rows(rows: Sequence[Row], asked: Sequence[str]) -> None:
-    """Prints the rows. `asked`: the metrics that the query names, which are shown first."""
+def print_rows(rows: Sequence[Row], asked: Sequence[str], *, more: bool = False) -> None:
+    """Prints the rows. `asked`: the metrics that the query names, which are shown first; `more`: whether they are only
+    the first that match."""
     if not rows:
         output.story("no checkpoint matches")
         return
@@ -38,11 +40,11 @@ def print_rows(rows: Sequence[Row], asked: Sequence[str]) -> None:
             "" if (seconds := age_s(row.created)) is None else age(seconds),
             "" if row.size is None else size(row.size),
             *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in names),
-            ", ".join(mark.replace(" ", TOGETHER) for mark in _marks(row)),
+            joined_marks(_marks(row)),
             style="damaged" if row.damaged else "gone" if row.line == "left" else "",
         )
     table.print()
-    output.line(count(len(rows), "checkpoint"))
+    output.line(f"{'the first ' if more else ''}{count(len(rows), 'checkpoint')}")
 
 
 def _marks(row: Row) -> list[str]:
@@ -50,7 +52,9 @@ def _marks(row: Row) -> list[str]:
         "latest": row.latest,
         **{f"best {metric}": True for metric in row.best},
         "left behind": row.line == "left" and not row.damaged,
-        "DAMAGED": row.damaged,
+        "DAMAGED": row.damaged and row.size is None,
+        "SUSPECT": row.damaged and row.size is not None,
+        unhealthy(): not row.healthy and not row.damaged,
         "proven": row.proven,
         "verified": row.verified and not row.proven,
         "pinned": row.pinned,

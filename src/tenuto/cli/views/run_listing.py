@@ -108,7 +108,7 @@ class RunRow:
             proof = restorable(self.notes)
             marks.append("SUSPECT" if verdicts[-1] == "suspect" else proof or verdicts[-1])
         if self.health is not None and not self.healthy and self.state == "committed":
-            marks.append(f"UNHEALTHY: {count(self.health.leaves, 'leaf')} with NaN or infinities")
+            marks.append(unhealthy(self.health.leaves))
         if self.latest and self.verdict is not None and self.verdict in EXACTNESS:
             marks.append(EXACTNESS[self.verdict])
         return [*marks, *(f"tagged {name}" for name in self.tags), *marks_of_refs(self.pins)]
@@ -138,6 +138,12 @@ class RunRow:
             "spikes": {name: spike.kind for name, spike in (spiked or {}).items()},
             "goes": self.goes or None,
         }
+
+
+def unhealthy(leaves: int | None = None) -> str:
+    """Returns the mark of an unhealthy checkpoint. `leaves`: how many have NaN or infinities; None where that is not
+    known."""
+    return f"UNHEALTHY: {'leaves' if leaves is None else count(leaves, 'leaf')} with NaN or infinities"
 
 
 def restorable(notes: Sequence[Note]) -> str:
