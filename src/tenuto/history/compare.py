@@ -131,7 +131,7 @@ def compare(repo: Repo, ids: Sequence[CheckpointId], selector: BestSelector | No
 def _best(measured: list[Measured], selector: BestSelector | None) -> Mapping[str, CheckpointId]:
     names = ", ".join(dict.fromkeys(one.id.run for one in measured))
     if selector is None:
-        return best_of_each(measured, names)
+        return best_of_each(measured, names) if len(measured) > 1 else {}  # one alone is compared with nothing
     check_metric(measured, selector.metric, names)
     if selector.mode is None and recorded_mode(measured, selector.metric) is None:
         return {}  # which is better nobody has said
