@@ -24,7 +24,7 @@ from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, Ob
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import census_of
 from tenuto.maintenance.marks import store_now
-from tenuto.maintenance.repair_plan import Mending, RepairPlan
+from tenuto.maintenance.repair_plan import EVERYTHING, Mending, RepairPlan
 from tenuto.maintenance.repair_sources import Sources
 from tenuto.maintenance.verify import VerifyReport, plan_verify
 from tenuto.maintenance.verify import execute as execute_verify
@@ -53,13 +53,15 @@ _LOOKED_AT: Final = 20
 class Quarantined:
     """A checkpoint that could not be repaired whole, and is noted as damaged.
 
-    lost: the first leaves that are lost, of `count`. instead: the newest older checkpoint that has all of `lost` whole,
-    every byte of them read; None if there is none among those that were looked at.
+    lost: the paths of the first leaves that are lost, of `count`. words: what is lost where the paths are not known.
+    instead: the newest older checkpoint that has all of `lost` whole, or all that it has itself where there are words,
+    every byte read; None if there is none among those that were looked at.
     """
 
     id: CheckpointId
     lost: tuple[str, ...]
     count: int
+    words: str
     instead: CheckpointId | None
 
 
@@ -267,14 +269,21 @@ class _Stored:
 
 
 def _quarantined(repo: Repo, plan: RepairPlan, verified: VerifyReport, id: CheckpointId) -> Quarantined:
-    lost = [path for one in plan.mendings if one.id == id and one.harms for path in one.lost]
-    lost = list(dict.fromkeys(lost or [one.leaf for one in verified.of(id) if one.leaf is not None]))
-    return Quarantined(id, tuple(lost[:LEAVES_NAMED]), len(lost), older_with(repo, id, lost[:LEAVES_NAMED]))
+    harmful = [one for one in plan.mendings if one.id == id and one.harms]
+    words = [one.lost_words for one in harmful if one.lost_words]
+    known = [path for one in harmful for path in one.lost]
+    if not (known or words):
+        known = [one.leaf for one in verified.of(id) if one.leaf is not None]
+    lost = list(dict.fromkeys(known))
+    named = tuple(lost[:LEAVES_NAMED])
+    instead = older_with(repo, id, named if named and not words else None)
+    told = EVERYTHING if EVERYTHING in words else ", ".join(words)
+    return Quarantined(id, named, len(lost), told, instead)
 
 
-def older_with(repo: Repo, id: CheckpointId, paths: Sequence[str]) -> CheckpointId | None:
+def older_with(repo: Repo, id: CheckpointId, paths: Sequence[str] | None) -> CheckpointId | None:
     """Returns the newest older checkpoint of the run that has these leaves, every byte of them as it was saved; None if
-    there is none among the next ones. Reads these leaves and no others."""
+    there is none among the next ones. Reads these leaves and no others; of `paths` None all that a checkpoint has."""
     older = (
         CheckpointId(id.run, attempt, step)
         for attempt in reversed(repo.attempts(id.run))
@@ -290,12 +299,12 @@ def older_with(repo: Repo, id: CheckpointId, paths: Sequence[str]) -> Checkpoint
     return None
 
 
-def _reads(repo: Repo, id: CheckpointId, paths: Sequence[str]) -> bool:
+def _reads(repo: Repo, id: CheckpointId, paths: Sequence[str] | None) -> bool:
     """Reads leaves. Raises what reading raises; returns whether all of them are there."""
     with open_checkpoint(repo, id, rank=None, emitter=Emitter()) as opened:
-        if not all(path in opened for path in paths):
+        if not all(path in opened for path in paths or ()):
             return False
-        for path in paths:
+        for path in opened if paths is None else paths:
             leaf = opened[path]
             leaf.read_into(np.empty(leaf.nbytes, np.uint8), Box.whole(leaf.shape))
     return True

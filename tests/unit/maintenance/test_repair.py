@@ -238,6 +238,7 @@ def test_older_with_reads_the_leaves(world):
     assert older_with(world.reopened(), third, ["a"]) == first
     assert older_with(world.reopened(), third, ["b/c"]) == second
     assert older_with(world.reopened(), third, ["nothing"]) is None
+    assert older_with(world.reopened(), third, None) == first
     assert object_names.begin_name(third)
 
 
