@@ -10,7 +10,7 @@ import pytest
 import tenuto
 from tenuto.cli import main
 from tenuto.crashpoints import armed
-from tenuto.maintenance import gc, remove, undelete
+from tenuto.maintenance import gc, remove, repair_sources, undelete
 from tenuto.maintenance.repair import execute, older_with
 from tenuto.maintenance.repair_plan import plan_repair
 from tenuto.maintenance.repair_sources import Sources
@@ -342,6 +342,29 @@ def test_an_object_store_is_repaired_in_few_requests(tmp_path):
     assert not [name for name in bucket.objects if ".part-" in name]
     assert bucket.counts()["put"] + bucket.counts().get("part", 0) <= 6
     assert len(bucket.requests) < 150
+
+
+@pytest.mark.parametrize("kept", [repair_sources.CHUNKS_KEPT, 30])
+def test_each_table_is_read_once_for_all_packs_that_are_lost(tmp_path, monkeypatch, kept):
+    monkeypatch.setattr(repair_sources, "CHUNKS_KEPT", kept)
+    bucket = Bucket()
+    store = SimulatedObjectStore(bucket)
+    state = {"w": np.random.default_rng(3).random(100_000), "frozen": np.arange(10_000.0)}
+    with tenuto.Checkpointer(store, state, save=tenuto.every(steps=1), keep=tenuto.keep.all()) as ckpt:
+        for _ in ckpt.steps(8):
+            state["w"] += 1
+    packs = [name for name in sorted(bucket.objects) if name.endswith(".safetensors")]
+    for name in packs[2:5]:
+        del bucket.objects[name]
+    bucket.forget()
+    repo = Repo.open(store)
+    with Sources.of(repo) as sources:
+        plan = plan_repair(sources)
+        assert len(plan.hopeless) == 3
+        assert sources._chunks == sum(len(one.key) for one in sources._tables.values()) <= kept
+    read = [one.name for one in bucket.requests if one.verb in ("get", "read") and one.name.endswith(".index")]
+    assert len(set(read)) == len(packs)
+    assert max(map(read.count, read)) <= (2 if kept > 30 else 1 + 3)
 
 
 @pytest.mark.parametrize("way", ["rm", "retention"])
