@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tenuto.errors import MissingExtra, StoreError, UsageError, install
+from tenuto.errors import MissingExtra, install
+from tenuto.formats.beside import Beside, refuse_other
 from tenuto.model.ids import attempt_key
 from tenuto.report import lineage
 from tenuto.report.charts import Line, Marks, chart
@@ -103,25 +102,11 @@ def page(report: Report, title: str | None = None) -> str:
 
 def write(path: Path, text: str) -> int:
     """Does what `Report.write` does."""
-    data = text.encode()
-    try:
-        if path.exists():
-            with path.open("rb") as there:
-                if GENERATOR.encode() not in there.read(4096):
-                    raise UsageError(
-                        f"{path} is there and is not a report: it is not replaced",
-                        subject=str(path),
-                        hint="give another name with -o, or remove it",
-                    )
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(data)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise StoreError(
-            f"{path} cannot be written: {error.strerror}", subject=str(path), hint="name another file with -o"
-        ) from error
-    return len(data)
+    refuse_other(path, GENERATOR, "a report", "-o")
+    with Beside(path) as beside:
+        nbytes = beside.part.write_bytes(text.encode())
+        beside.publish(force=True)
+    return nbytes
 
 
 def _moment(when_s: float | None) -> str:

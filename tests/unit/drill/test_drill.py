@@ -384,6 +384,10 @@ def test_the_command_reports_as_text_json_and_a_page(
     assert found["schema"] == "tenuto.drill/1" and found["proven"] and found["resume"]["compared"][0]["equal"]
     text = page.read_text()
     assert "PROVEN: main/a0001/2" in text and "prefers-color-scheme: dark" in text and "src=" not in text
+    page.with_name("mine.html").write_text("<html>mine</html>")
+    status, _, err = cli("drill", where, "2", "--html", page.with_name("mine.html"))
+    assert status == 2 and "is not a page of a drill" in err and len(kinds(where, 2)) == 1
+    assert page.with_name("mine.html").read_text() == "<html>mine</html>"
     later = ages.clock() + 3 * 86400
     monkeypatch.setattr(ages, "clock", lambda: later)
     assert "restorable: proven 3 days ago" in cli("ls", where)[1]
@@ -403,6 +407,10 @@ def test_the_command_leaves_with_what_went_wrong(cli: Any, where: Path) -> None:
     assert "no older checkpoint of run main was" in out.replace("\n", " ")
     status, _, err = cli("drill", where, "2", "--html", where / "no" / "page.html")
     assert status == 2 and "cannot be written" in err and kinds(where, 2) == [PROVEN]
+    page = where.parent / "drill.html"
+    cli("drill", where, "2", "--html", page)
+    assert cli("drill", where, "2", "--html", page)[0] == 0 and "PROVEN" in page.read_text()
+    assert not list(page.parent.glob(".drill.html*"))
     status, _, err = cli("drill", where, "2", "4")
     assert status == 2 and "takes one checkpoint" in err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from dataclasses import asdict, replace
@@ -286,6 +287,21 @@ def test_only_a_report_is_replaced(seen: Report, tmp_path: Path) -> None:
     assert path.read_text() == "<html>mine</html>"
     with pytest.raises(tenuto.errors.StoreError, match="cannot be written"):
         seen.write(tmp_path / "nowhere" / "out.html")
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(UsageError, match="is not a report"):
+        seen.write(tmp_path / "directory")
+
+
+def test_a_report_that_cannot_be_given_its_name_leaves_nothing(
+    seen: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*paths: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(tenuto.errors.StoreError, match="cannot be written"):
+        seen.write(tmp_path / "out.html")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
