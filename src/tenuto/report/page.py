@@ -217,19 +217,15 @@ def _health(run: RunReport) -> Iterator[Figure]:
         ("changed", "Share of bytes that a save changed"),
         ("nonfinite", "Values that are not finite"),
     ):
-        there = [one for one in run.line if _is_number(one.health.get(name))]
-        y = np.array([one.health[name] for one in there], np.float64)
+        there = [(one, value) for one in run.line if (value := getattr(one.health, name, None)) is not None]
+        y = np.array([value for _, value in there], np.float64)
         if there and (name != "nonfinite" or y.any()):
-            x = np.array([one.id.step for one in there], np.float64)
-            sick = [one.id.step for one in there if one.unhealthy]
+            x = np.array([one.id.step for one, _ in there], np.float64)
+            sick = [one.id.step for one, value in there if one.unhealthy or not math.isfinite(value)]
             marks = [*_dots(x, y), *([Marks("nonfinite", _apart(sick))] if sick else [])]
-            legend = (("nonfinite", "unhealthy"),) if sick else ()
+            legend = (("nonfinite", "unhealthy, or not a finite number"),) if sick else ()
             svg = chart(f"{run.run} health {name}", [Line(x, y)], marks)
             yield Figure(title, f"latest {_value(float(y[-1]))}", svg, legend)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _metric(run: RunReport, metric: MetricReport) -> Figure:
