@@ -28,6 +28,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.repo.notes import add_note, notes
 from tenuto.repo.repository import Repo, now_text
 from tenuto.store.registry import open_store
+from tenuto.testing.object_store import Bucket, SimulatedObjectStore
 
 PACK = "runs/main/a0001/step-00000004/*.safetensors"
 
@@ -258,6 +259,25 @@ def test_what_cannot_be_drilled_is_refused(where: Path, tmp_path: Path) -> None:
         tenuto.Repository("memory://drilled").drill()
     with pytest.raises(UsageError, match="nothing to compare"):
         tenuto.Repository(where).drill(4, command=["python"])
+
+
+def test_notes_are_read_only_where_they_decide_something() -> None:
+    bucket = Bucket()
+    store = SimulatedObjectStore(bucket)
+    with tenuto.Checkpointer(store, {"w": np.arange(30.0)}, save=every(steps=1), keep=keep.all()) as ckpt:
+        for _ in ckpt.steps(5):
+            pass
+    repo = Repo.open(SimulatedObjectStore(bucket))
+    for step in (2, 3):
+        add_note(repo, CheckpointId("main", 1, step), PROVEN, {"when": f"2020-01-0{step}T00:00:00Z", "place": "there"})
+
+    def looked() -> int:
+        return sum("/notes" in request.name for request in bucket.requests)
+
+    bucket.forget()
+    assert plan_drill(repo).last is None and not looked()
+    plan = plan_drill(repo, due_s=60.0)
+    assert plan.last is not None and plan.last.id.step == 3 and plan.due and looked() > 1
 
 
 def test_nothing_is_done_while_the_last_proof_is_young(where: Path) -> None:
