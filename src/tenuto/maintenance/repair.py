@@ -34,7 +34,7 @@ from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.object_names import STAGED
 from tenuto.repo.notes import ignore, notes, verification_of
-from tenuto.repo.replicated.places import reporting_to
+from tenuto.repo.replicated.places import home_of, reporting_to
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned
@@ -214,9 +214,16 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
     """Replaces a manifest. While its name is free its copy lies in the trash: a claim takes the checkpoint for removed
     then, not for a save that never ended, and `tenuto undelete` brings it back if this process dies there."""
     if store is not repo.store and store.url != repo.store.url:
+        home = home_of(repo.store)
+        if not _has(home, id.manifest):
+            return False
         store.delete([id.manifest])
-        store.put_if_absent(id.manifest, Bytes(data), token=token)
-        return True
+        crashpoint("damaged manifest removed from another place, repaired one not yet there")
+        _put_manifest(store, id, data, token)
+        wanted = _has(home, id.manifest)
+        if not wanted:  # whoever removes it may have passed here already
+            store.delete([id.manifest])
+        return wanted
     if missing or not repo.exists(id):
         return False
     trash, begin = object_names.trash_directory(id), object_names.begin_name(id)
@@ -226,11 +233,7 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
     crashpoint("repaired manifest in the trash, damaged one still there")
     store.delete([id.manifest])
     crashpoint("damaged manifest removed, repaired one not yet in its place")
-    try:
-        store.put_if_absent(id.manifest, Bytes(data), token=token)
-    except AlreadyExists:
-        if store.get(id.manifest, limit=MAX_MANIFEST) != data:
-            raise
+    _put_manifest(store, id, data, token)
     store.settle(id.manifest)
     # A removal that has come between leaves a tombstone, its own copy in the trash, or nothing of the save.
     removed = is_tombstoned(repo, id) or {entry.name for entry in repo.store.walk(trash)} - before - {copy}
@@ -238,6 +241,23 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
         store.delete([id.manifest])
     repo.store.delete([copy])
     return repo.exists(id)
+
+
+def _put_manifest(store: Store, id: CheckpointId, data: bytes, token: str) -> None:
+    try:
+        store.put_if_absent(id.manifest, Bytes(data), token=token)
+    except AlreadyExists:  # another repair was faster
+        if store.get(id.manifest, limit=MAX_MANIFEST) != data:
+            raise
+
+
+def _has(store: Store, name: str) -> bool:
+    """Returns whether an object is there. Raises StoreError where the store does not say."""
+    try:
+        store.stat(name)
+    except ObjectNotFound:
+        return False
+    return True
 
 
 class _Recipe:

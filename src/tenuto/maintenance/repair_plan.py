@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from functools import partial
 from typing import Final, Literal
 
 from tenuto.codec.digest import digest
-from tenuto.engine.read.chunk_reader import long_reads, threads_for
+from tenuto.engine.read.chunk_reader import scan_threads
 from tenuto.errors import CheckpointNotFound, CorruptionError, FormatTooNew, ObjectNotFound, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import census_of
@@ -140,8 +139,7 @@ def plan_repair(
     if ids is None:
         runs = ((run, attempt) for run in repo.runs() for attempt in repo.attempts(run))
         ids = [CheckpointId(run, attempt, step) for run, attempt in runs for step in repo.committed(run, attempt)]
-    default = threads_for(repo).read if long_reads(repo) else max(2, min(8, (os.cpu_count() or 1) + 1))
-    found = _Search(sources, emitter or Emitter(), threads or default)
+    found = _Search(sources, emitter or Emitter(), threads or scan_threads(repo))
     waiting, checked = sorted(set(ids)), []
     with reporting_to(repo.store, lambda message: None):  # the plan says what is damaged where
         while waiting:

@@ -6,7 +6,6 @@ index in the manifest, and each small object in its own seal. `assert_whole` is 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from functools import partial
 from math import ceil
 from types import MappingProxyType
 
-from tenuto.engine.read.chunk_reader import long_reads, threads_for
+from tenuto.engine.read.chunk_reader import scan_threads
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import SaveDirectory, census_of, take_census
@@ -203,7 +202,7 @@ def execute(
     """
     problems: list[str] = []
     with reporting_to(repo.store, problems.append):
-        default = threads_for(repo).read if long_reads(repo) else max(2, min(8, (os.cpu_count() or 1) + 1))
+        default = scan_threads(repo)
         if parts is None:
             report = _executed(repo, plan, emitter or Emitter(), threads or default, note)
         else:

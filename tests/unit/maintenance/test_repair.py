@@ -15,6 +15,7 @@ from tenuto.maintenance.repair import execute, older_with
 from tenuto.maintenance.repair_plan import plan_repair
 from tenuto.maintenance.repair_sources import Sources
 from tenuto.maintenance.verify import assert_whole
+from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import object_names
 from tenuto.repo.notes import notes, verification_of
 from tenuto.repo.repository import Repo
@@ -229,6 +230,35 @@ def test_a_mirror_gives_back_what_the_primary_lost(tmp_path):
             assert report.ok
             assert path.read_bytes() == whole
     assert repo.exists(id)
+
+
+def test_a_manifest_of_a_mirror_does_not_outlive_its_removal(tmp_path):
+    places = [tmp_path / "a", tmp_path / "b"]
+    mirror, every = tenuto.Mirror(*places), tenuto.every(steps=1)
+    with tenuto.Checkpointer(mirror, {"w": np.arange(3000.0)}, save=every, keep=tenuto.keep.all()) as ckpt:
+        for _ in ckpt.steps(2):
+            pass
+    id = CheckpointId("main", 1, 1)
+    whole = (places[1] / id.manifest).read_bytes()
+    (places[1] / id.manifest).write_bytes(b"?")
+    point = "damaged manifest removed from another place, repaired one not yet there"
+
+    def faster():
+        (places[1] / id.manifest).write_bytes(whole)
+
+    with armed(point, faster):
+        assert repaired(Repo.open(open_store(places[0])), ids=[id]).ok
+    assert (places[1] / id.manifest).read_bytes() == whole
+    (places[1] / id.manifest).write_bytes(b"?")
+
+    def take():
+        repo = Repo.open(open_store(places[0]))
+        remove.execute(repo, remove.plan_remove(repo, [id], finished={"main": 1}))
+
+    with armed(point, take):
+        report = repaired(Repo.open(open_store(places[0])), ids=[id])
+    assert [one.kind for one in report.gone] == ["manifest"]
+    assert not (places[0] / id.manifest).exists() and not (places[1] / id.manifest).exists()
 
 
 def test_older_with_reads_the_leaves(world):
