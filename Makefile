@@ -170,8 +170,8 @@ ranks-phases-campaign: setup
 ranks-crash-campaign: setup
 	$(BIN)/python -m campaigns.rank_crashes --states 100000 --seconds 1200 --seed 1 --json $(RESULTS)/r1_ranks.json
 
-ranks-repair-campaign: setup
-	$(BIN)/python -m campaigns.corruption --repair --seconds 600 --cases 1000000 --seed 2 --json $(RESULTS)/repair.json
+repair-campaign: setup
+	$(BIN)/python -m campaigns.corruption --repair --seconds 240 --cases 1000000 --seed 2 --json $(RESULTS)/repair.json
 
 stateful-campaign: setup
 	$(BIN)/python -m campaigns.stateful --ranks --examples 100 --seed 1 --json $(RESULTS)/r_stateful_ranks.json

@@ -66,6 +66,7 @@ NAMES: Final[frozenset[str]] = frozenset(
         "repaired object in its place, staged one still there",
         "repaired manifest in the trash, damaged one still there",
         "damaged manifest removed, repaired one not yet in its place",
+        "damaged manifest removed from another place, repaired one not yet there",
     }
 )
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.drill.restore import Failure, Restore, restore
 from tenuto.drill.resume import Resume, later_metrics, resume, steps_to_train
+from tenuto.engine.read.chunk_reader import threads_for
 from tenuto.errors import (
     CheckpointNotFound,
     CorruptionError,
@@ -33,7 +35,7 @@ from tenuto.model.records import Json
 from tenuto.model.sizes import seconds_of
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import resolve, walk
-from tenuto.repo.notes import add_note, ignore, notes
+from tenuto.repo.notes import add_note, ignore, last_proof, notes
 from tenuto.repo.replicated.places import all_places, followers_of
 from tenuto.repo.repository import Repo, now_text
 from tenuto.store.contract import Where
@@ -78,7 +80,7 @@ class DrillPlan:
     where: the repository. place: what is restored from: the same, or another location of it, or a copy.
     target_s: within how many seconds the state has to be in memory; None: any. command, steps: what trains on, and
     for how long. recorded: metrics of later checkpoints, by step, that it is compared with.
-    last: the newest proof of the run, and due: whether another one is wanted.
+    last: the newest proof of the run, read only where that says whether another one is due. due: whether it is.
     """
 
     id: CheckpointId
@@ -100,7 +102,8 @@ class DrillResult:
 
     restore, resume: None where that was not tried. when, host: wall clock and name of the machine.
     noted: the note that it left: `proven`, `suspect`, or none.
-    before: the newest proof of an older checkpoint of the run, which is what is left if this one failed.
+    before: where this one failed, the newest proof of an older checkpoint of the run, which is what is left; where
+        nothing was due, the newest of all.
     """
 
     plan: DrillPlan
@@ -176,7 +179,7 @@ def plan_drill(
     the memory of this process, and where a script could not be compared.
     """
     unlock(repo)
-    last = newest_proven(repo, run)
+    last = None if due_s is None else newest_proven(repo, run)
     if step is None:
         id = _with_later_metrics(repo, run, metrics) if command else resolve(repo, run, "latest")
     else:
@@ -259,26 +262,30 @@ def _place(repo: Repo, place: Where) -> str:
 def proven_restores(repo: Repo, run: str) -> Iterator[ProvenRestore]:
     """Yields the newest proof of each checkpoint that has one, from the newest of the run down; of the newest
     hundred checkpoints."""
-    ids = (
-        CheckpointId(run_key(run), attempt, step)
-        for attempt in reversed(repo.attempts(run))
-        for step in repo.committed(run, attempt)
-    )
-    for id in islice(ids, _LOOKED_AT):
+    for id in islice(_newest_first(repo, run), _LOOKED_AT):
         found = proven_of(repo, id)
         if found is not None:
             yield found
 
 
+def _newest_first(repo: Repo, run: str) -> Iterator[CheckpointId]:
+    for attempt in reversed(repo.attempts(run)):
+        yield from (CheckpointId(run_key(run), attempt, step) for step in repo.committed(run, attempt))
+
+
 def proven_of(repo: Repo, id: CheckpointId) -> ProvenRestore | None:
     """Returns a checkpoint's newest proof; None where it has none, or has been found damaged since."""
-    kinds = [note for note in notes(repo, id, report=ignore) if note.kind in (PROVEN, "suspect")]
-    return ProvenRestore.of(id, kinds[-1].body) if kinds and kinds[-1].kind == PROVEN else None
+    proof = last_proof(notes(repo, id, report=ignore))
+    return None if proof is None else ProvenRestore.of(id, proof.body)
 
 
 def newest_proven(repo: Repo, run: str) -> ProvenRestore | None:
-    """Returns the proof of the run that was made last."""
-    return max(proven_restores(repo, run), key=lambda one: seconds_of(one.when) or 0.0, default=None)
+    """Returns the proof of the run that was made last, among those that `proven_restores` looks at."""
+    found: list[ProvenRestore | None] = []
+    ids = list(islice(_newest_first(repo, run), _LOOKED_AT))
+    threads = threads_for(repo).read if repo.store.capabilities.remote else 1
+    parallel_for(lambda id: found.append(proven_of(repo, id)), ids, threads)
+    return max(filter(None, found), key=lambda one: seconds_of(one.when) or 0.0, default=None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -319,9 +326,10 @@ def execute(
             patience_s=plan.timeout_s,
             on_step=on_step,
         )
-    result = DrillResult(plan, when, host, restored, resume=resumed, before=_before(repo, plan.id))
-    noted = _note(repo, result, emitter or Emitter()) if note else None
-    return DrillResult(plan, when, host, restored, resumed, noted, result.before)
+    result = DrillResult(plan, when, host, restored, resume=resumed)
+    if not result.proven:
+        result = replace(result, before=_before(repo, plan.id))
+    return replace(result, noted=_note(repo, result, emitter or Emitter())) if note else result
 
 
 def _note(repo: Repo, result: DrillResult, emitter: Emitter) -> str | None:

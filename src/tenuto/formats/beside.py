@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tenuto.errors import StoreError, StoreFull, UsageError, typed
-from tenuto.formats.registry import detect
+from tenuto.formats.registry import detect, head
 from tenuto.repo.format.object_names import REPOSITORY
 
 
@@ -87,6 +87,18 @@ class Beside:
                 subject=str(self.out),
                 hint="make room there, or write elsewhere" if full else look,
             ) from error
+
+
+def refuse_other(path: Path, marker: str, what: str, option: str) -> None:
+    """Raises UsageError if something is at `path` that has not `marker` in its first 4 KiB, and so is not `what` Tenuto
+    writes there: only that is replaced. option: what names another file."""
+    if not os.path.lexists(path) or (path.is_file() and marker.encode() in head(path, 4096)):
+        return
+    raise UsageError(
+        f"{path} is there and is not {what}: it is not replaced",
+        subject=str(path),
+        hint=f"give another name with {option}, or remove it",
+    )
 
 
 def _other(directory: Path) -> str | None:

@@ -15,6 +15,7 @@ from typing import Final, Literal
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read.chunk_reader import threads_for
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreDenied, UsageError
+from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
 from tenuto.model.records import Manifest
 from tenuto.repo.format import object_names, objects
@@ -45,6 +46,9 @@ class SaveDirectory:
     state: State = "foreign"
     begin: Begin | None = None
     manifest: Manifest | None = None
+    manifest_length: int = 0
+    manifest_digest: bytes = b""
+    """Of the object, of a committed save."""
     save_id: str = ""
     message: str = ""
     origin: Origin | None = None
@@ -350,6 +354,7 @@ def _classify_by_manifest(save: SaveDirectory, data: bytes, repository: str) -> 
         save.save_id = save.save_id or found.save_id
     else:
         save.state, save.manifest, save.save_id = "committed", found, found.save_id
+        save.manifest_length, save.manifest_digest = len(data), data[-canonical_json.TAIL :]
 
 
 def _classify_by_trash(repo: Repo, save: SaveDirectory) -> None:

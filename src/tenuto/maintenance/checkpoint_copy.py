@@ -23,7 +23,7 @@ from tenuto.codec.digest import digest
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.read.chunk_reader import ChunkReader, chunk_runs
-from tenuto.engine.read.copy_packs import VerifiedContent
+from tenuto.engine.read.copy_packs import Counted, VerifiedContent
 from tenuto.engine.read.packs import missing, open_pack
 from tenuto.engine.save.baseline import baseline_in
 from tenuto.engine.save.job import stored_in
@@ -54,7 +54,7 @@ from tenuto.repo.ownership.claim import Attempt, claim_newest
 from tenuto.repo.replicated.places import each_copy
 from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.unfinished import abort, free
-from tenuto.store.contract import Content, Where
+from tenuto.store.contract import Where
 from tenuto.store.registry import open_store
 
 COPIED: Final = "copied"
@@ -390,7 +390,7 @@ class _AsItIs:
             try:
                 with place.open(source) as reader:
                     content = VerifiedContent(self._repo, self._manifest, reader, self._index, self._number)
-                    return target.store.put_if_absent(name, _Counted(content, moved), token=token)
+                    return target.store.put_if_absent(name, Counted(content, moved), token=token)
             except CorruptionError as error:
                 failures.append(error)
         raise failures[0] if failures else missing(self._repo, source)
@@ -418,7 +418,7 @@ class _Gathered:
         self.length = length
 
     def put(self, target: Repo, name: str, token: str, moved: Callable[[int], None]) -> Receipt:
-        return target.store.put_if_absent(name, _Counted(self, moved), token=token)
+        return target.store.put_if_absent(name, Counted(self, moved), token=token)
 
     def pieces(self) -> Iterator[memoryview]:
         """Yields the header, then each chunk once, in the order of the packs that they come from."""
@@ -436,23 +436,6 @@ class _Gathered:
         finally:
             if opened is not None:
                 opened.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Counted:
-    """Content that reports how far it is."""
-
-    content: Content
-    moved: Callable[[int], None]
-
-    @property
-    def length(self) -> int:
-        return self.content.length
-
-    def pieces(self) -> Iterator[memoryview]:
-        for piece in self.content.pieces():
-            yield piece
-            self.moved(piece.nbytes)
 
 
 _Pack = _AsItIs | _Gathered

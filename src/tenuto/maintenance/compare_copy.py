@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from tenuto.engine.read.chunk_reader import scan_threads
 from tenuto.errors import CopyDiverged, CorruptionError, ObjectNotFound, StoreError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.copy_elsewhere import CopyPlan, diverged, plan_copy
@@ -160,7 +160,7 @@ class _Check:
     def _inspect(self, id: CheckpointId) -> None:
         found = inspect(self.copy, id)
         if self.every_byte:
-            scan(found, on_bytes=self._advance, threads=max(2, min(8, (os.cpu_count() or 1) + 1)))
+            scan(found, on_bytes=self._advance, threads=scan_threads(self.copy))
         self.bytes_read += found.bytes_read
         for finding in found.findings:
             if finding.severity == "error":

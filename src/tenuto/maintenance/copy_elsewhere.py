@@ -23,7 +23,7 @@ from typing import Final, TypeVar
 from tenuto.concurrency.process import judge, this_process
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.read.copy_packs import copy_pack
+from tenuto.engine.read.copy_packs import Counted, copy_pack
 from tenuto.errors import (
     AlreadyExists,
     CheckpointNotFound,
@@ -50,7 +50,7 @@ from tenuto.repo.replicated.places import home_of
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Bytes, Content, Entry, Store, is_leftover
+from tenuto.store.contract import Bytes, Entry, Store, is_leftover
 
 _THREADS: Final = 4
 """Data files that are copied at once."""
@@ -249,23 +249,6 @@ class _Stopped(Exception):
     """Raised in the middle of a put, which then leaves nothing."""
 
 
-class _Watched:
-    """Content that tells how far it is, and ends early when it has to."""
-
-    def __init__(self, content: Content, moved: Callable[[int], None]) -> None:
-        self._content = content
-        self._moved = moved
-
-    @property
-    def length(self) -> int:
-        return self._content.length
-
-    def pieces(self) -> Iterator[memoryview]:
-        for piece in self._content.pieces():
-            yield piece
-            self._moved(piece.nbytes)
-
-
 def execute(
     repo: Repo,
     target: Store,
@@ -399,7 +382,7 @@ class _Copying:
             file,
             target=self.target,
             replaces=f"{manifest.id.directory}/{file}" in self._there,  # it is damaged there
-            watched=lambda content: _Watched(content, self._advance),
+            watched=lambda content: Counted(content, self._advance),
             token=self._token,
         )
         with self._lock:

@@ -24,7 +24,7 @@ from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, Ob
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import census_of
 from tenuto.maintenance.marks import store_now
-from tenuto.maintenance.repair_plan import Mending, RepairPlan
+from tenuto.maintenance.repair_plan import EVERYTHING, Mending, RepairPlan
 from tenuto.maintenance.repair_sources import Sources
 from tenuto.maintenance.verify import VerifyReport, plan_verify
 from tenuto.maintenance.verify import execute as execute_verify
@@ -34,7 +34,7 @@ from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.object_names import STAGED
 from tenuto.repo.notes import ignore, notes, verification_of
-from tenuto.repo.replicated.places import reporting_to
+from tenuto.repo.replicated.places import home_of, reporting_to
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned
@@ -53,13 +53,15 @@ _LOOKED_AT: Final = 20
 class Quarantined:
     """A checkpoint that could not be repaired whole, and is noted as damaged.
 
-    lost: the first leaves that are lost, of `count`. instead: the newest older checkpoint that has all of `lost` whole,
-    every byte of them read; None if there is none among those that were looked at.
+    lost: the paths of the first leaves that are lost, of `count`. words: what is lost where the paths are not known.
+    instead: the newest older checkpoint that has all of `lost` whole, or all that it has itself where there are words,
+    every byte read; None if there is none among those that were looked at.
     """
 
     id: CheckpointId
     lost: tuple[str, ...]
     count: int
+    words: str
     instead: CheckpointId | None
 
 
@@ -212,9 +214,16 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
     """Replaces a manifest. While its name is free its copy lies in the trash: a claim takes the checkpoint for removed
     then, not for a save that never ended, and `tenuto undelete` brings it back if this process dies there."""
     if store is not repo.store and store.url != repo.store.url:
+        home = home_of(repo.store)
+        if not _has(home, id.manifest):
+            return False
         store.delete([id.manifest])
-        store.put_if_absent(id.manifest, Bytes(data), token=token)
-        return True
+        crashpoint("damaged manifest removed from another place, repaired one not yet there")
+        _put_manifest(store, id, data, token)
+        wanted = _has(home, id.manifest)
+        if not wanted:  # whoever removes it may have passed here already
+            store.delete([id.manifest])
+        return wanted
     if missing or not repo.exists(id):
         return False
     trash, begin = object_names.trash_directory(id), object_names.begin_name(id)
@@ -224,11 +233,7 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
     crashpoint("repaired manifest in the trash, damaged one still there")
     store.delete([id.manifest])
     crashpoint("damaged manifest removed, repaired one not yet in its place")
-    try:
-        store.put_if_absent(id.manifest, Bytes(data), token=token)
-    except AlreadyExists:
-        if store.get(id.manifest, limit=MAX_MANIFEST) != data:
-            raise
+    _put_manifest(store, id, data, token)
     store.settle(id.manifest)
     # A removal that has come between leaves a tombstone, its own copy in the trash, or nothing of the save.
     removed = is_tombstoned(repo, id) or {entry.name for entry in repo.store.walk(trash)} - before - {copy}
@@ -236,6 +241,23 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
         store.delete([id.manifest])
     repo.store.delete([copy])
     return repo.exists(id)
+
+
+def _put_manifest(store: Store, id: CheckpointId, data: bytes, token: str) -> None:
+    try:
+        store.put_if_absent(id.manifest, Bytes(data), token=token)
+    except AlreadyExists:  # another repair was faster
+        if store.get(id.manifest, limit=MAX_MANIFEST) != data:
+            raise
+
+
+def _has(store: Store, name: str) -> bool:
+    """Returns whether an object is there. Raises StoreError where the store does not say."""
+    try:
+        store.stat(name)
+    except ObjectNotFound:
+        return False
+    return True
 
 
 class _Recipe:
@@ -267,14 +289,21 @@ class _Stored:
 
 
 def _quarantined(repo: Repo, plan: RepairPlan, verified: VerifyReport, id: CheckpointId) -> Quarantined:
-    lost = [path for one in plan.mendings if one.id == id and one.harms for path in one.lost]
-    lost = list(dict.fromkeys(lost or [one.leaf for one in verified.of(id) if one.leaf is not None]))
-    return Quarantined(id, tuple(lost[:LEAVES_NAMED]), len(lost), older_with(repo, id, lost[:LEAVES_NAMED]))
+    harmful = [one for one in plan.mendings if one.id == id and one.harms]
+    words = [one.lost_words for one in harmful if one.lost_words]
+    known = [path for one in harmful for path in one.lost]
+    if not (known or words):
+        known = [one.leaf for one in verified.of(id) if one.leaf is not None]
+    lost = list(dict.fromkeys(known))
+    named = tuple(lost[:LEAVES_NAMED])
+    instead = older_with(repo, id, named if named and not words else None)
+    told = EVERYTHING if EVERYTHING in words else ", ".join(words)
+    return Quarantined(id, named, len(lost), told, instead)
 
 
-def older_with(repo: Repo, id: CheckpointId, paths: Sequence[str]) -> CheckpointId | None:
+def older_with(repo: Repo, id: CheckpointId, paths: Sequence[str] | None) -> CheckpointId | None:
     """Returns the newest older checkpoint of the run that has these leaves, every byte of them as it was saved; None if
-    there is none among the next ones. Reads these leaves and no others."""
+    there is none among the next ones. Reads these leaves and no others; of `paths` None all that a checkpoint has."""
     older = (
         CheckpointId(id.run, attempt, step)
         for attempt in reversed(repo.attempts(id.run))
@@ -290,12 +319,12 @@ def older_with(repo: Repo, id: CheckpointId, paths: Sequence[str]) -> Checkpoint
     return None
 
 
-def _reads(repo: Repo, id: CheckpointId, paths: Sequence[str]) -> bool:
+def _reads(repo: Repo, id: CheckpointId, paths: Sequence[str] | None) -> bool:
     """Reads leaves. Raises what reading raises; returns whether all of them are there."""
     with open_checkpoint(repo, id, rank=None, emitter=Emitter()) as opened:
-        if not all(path in opened for path in paths):
+        if not all(path in opened for path in paths or ()):
             return False
-        for path in paths:
+        for path in opened if paths is None else paths:
             leaf = opened[path]
             leaf.read_into(np.empty(leaf.nbytes, np.uint8), Box.whole(leaf.shape))
     return True

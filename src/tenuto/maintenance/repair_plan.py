@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from functools import partial
 from typing import Final, Literal
 
 from tenuto.codec.digest import digest
-from tenuto.engine.read.chunk_reader import long_reads, threads_for
+from tenuto.engine.read.chunk_reader import scan_threads
 from tenuto.errors import CheckpointNotFound, CorruptionError, FormatTooNew, ObjectNotFound, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import census_of
@@ -44,8 +43,9 @@ class Mending:
 
     id: the checkpoint that it belongs to; None for objects of the repository.
     wrong: the problem. missing: whether there is nothing at all. size: bytes of the whole object.
-    sources: what gives its bytes, with how many. lost: the leaves that nobody has all bytes of; `lost_bytes`: of the
-    chunks or tables that are lost. Where some are, the object stays as it is.
+    sources: what gives its bytes, with how many. lost: the paths of the leaves that nobody has all bytes of, and
+    `lost_words`: what is lost where the paths are not known; `lost_bytes`: of the chunks or tables that are lost. Where
+    some are, the object stays as it is.
     copies: whether another place has it whole, so that a restore does not need this one.
     store: the place. data, recipe: the whole bytes of a small object; how to assemble a pack.
     """
@@ -59,6 +59,7 @@ class Mending:
     size: int
     sources: tuple[tuple[str, int], ...]
     lost: tuple[str, ...] = ()
+    lost_words: str = ""
     lost_bytes: int = 0
     copies: bool = False
     store: Store | None = field(default=None, repr=False, compare=False)
@@ -138,8 +139,7 @@ def plan_repair(
     if ids is None:
         runs = ((run, attempt) for run in repo.runs() for attempt in repo.attempts(run))
         ids = [CheckpointId(run, attempt, step) for run, attempt in runs for step in repo.committed(run, attempt)]
-    default = threads_for(repo).read if long_reads(repo) else max(2, min(8, (os.cpu_count() or 1) + 1))
-    found = _Search(sources, emitter or Emitter(), threads or default)
+    found = _Search(sources, emitter or Emitter(), threads or scan_threads(repo))
     waiting, checked = sorted(set(ids)), []
     with reporting_to(repo.store, lambda message: None):  # the plan says what is damaged where
         while waiting:
@@ -193,13 +193,13 @@ class _Search:
         manifest = self._manifest(id)
         if manifest is None:
             return ()
-        lost: tuple[str, ...] = (EVERYTHING,)
         if manifest.boxes is not None:
-            self._table(id, manifest.boxes, lost)
+            self._table(id, manifest.boxes, words=EVERYTHING)
         for rank, entry in enumerate(manifest.indexes):
-            several = len(manifest.indexes) > 1
-            lost = (f"all that rank {rank} has written",) if several else tuple(leaf_paths(manifest.tree))
-            data = self._table(id, entry, lost)
+            if len(manifest.indexes) > 1:
+                data = self._table(id, entry, words=f"all that rank {rank} has written")
+            else:
+                data = self._table(id, entry, lost=tuple(leaf_paths(manifest.tree)))
             if data is not None:
                 with suppress(CorruptionError):
                     self._packs(id, decode_table(data, id=id, rank=rank, repository=self.repo.id).index(manifest.tree))
@@ -215,12 +215,14 @@ class _Search:
             self._small(id, "note", name, partial(_is_object, "note", name, self.repo.id))
         return manifest.bases
 
-    def _table(self, id: CheckpointId, entry: IndexEntry, lost: tuple[str, ...]) -> bytes | None:
+    def _table(
+        self, id: CheckpointId, entry: IndexEntry, *, lost: tuple[str, ...] = (), words: str = ""
+    ) -> bytes | None:
         def right(data: bytes) -> bool:
             return len(data) == entry.length and digest(data) == entry.digest
 
         name = f"{id.directory}/{entry.name}"
-        return self._small(id, "table", name, right, limit=min(entry.length, MAX_INDEX), lost=lost)
+        return self._small(id, "table", name, right, limit=min(entry.length, MAX_INDEX), lost=lost, words=words)
 
     def _is_begin(self, manifest: Manifest, data: bytes) -> bool:
         return (
@@ -265,7 +267,7 @@ class _Search:
                 return False
             return not isinstance(found, Aborted) and (begun is None or found.save_id == begun.save_id)
 
-        data = self._small(id, "manifest", id.manifest, own, limit=MAX_MANIFEST, lost=(EVERYTHING,))
+        data = self._small(id, "manifest", id.manifest, own, limit=MAX_MANIFEST, words=EVERYTHING)
         found = None if data is None else decode_manifest(data, id, self.repo.id)
         assert not isinstance(found, Aborted), "own has looked"
         return found
@@ -279,6 +281,7 @@ class _Search:
         *,
         limit: int = objects.SMALL,
         lost: tuple[str, ...] = (),
+        words: str = "",
         rebuild: Callable[[], bytes | None] = lambda: None,
     ) -> bytes | None:
         """Looks at an object in each place that has it; the home has to. Returns its bytes, from wherever they are
@@ -312,6 +315,7 @@ class _Search:
                     size=nbytes,
                     sources=() if whole is None else ((whole[0], nbytes),),
                     lost=lost if whole is None else (),
+                    lost_words=words if whole is None else "",
                     lost_bytes=nbytes if whole is None else 0,
                     copies=there,
                     store=store,

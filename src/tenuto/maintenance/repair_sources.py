@@ -7,10 +7,12 @@ checkpoint has. Nothing that a source says of itself is needed for that.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 
@@ -19,15 +21,18 @@ from tenuto.engine.memory_tier import slot_file
 from tenuto.engine.memory_tier.image_store import open_image
 from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.memory_tier.seal import Seal
-from tenuto.errors import RepositoryError, TenutoError, UsageError, typed
+from tenuto.errors import CorruptionError, RepositoryError, StoreError, TenutoError, UsageError, typed
 from tenuto.maintenance.copy_record import registered_copies
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import Index
+from tenuto.model.records import Index, Manifest
 from tenuto.repo.format.object_names import STAGED
 from tenuto.repo.replicated.places import all_places, followers_of, home_of, places_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry, Store, Where, leftovers_of
 from tenuto.store.registry import open_store
+
+CHUNKS_KEPT: Final = 1 << 20
+"""So many chunks the tables may have that are kept for the next damaged pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,12 @@ class Sources:
     copies: list[tuple[str, Store]] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
     _images: list[Image] | None = None
+    _ids: list[CheckpointId] | None = None
+    _ranks: dict[CheckpointId, int] = field(default_factory=dict)
+    """How many indexes each checkpoint has that was asked for chunks; 0 where its manifest cannot be read."""
+    _tables: OrderedDict[tuple[CheckpointId, int], ChunkTable | None] = field(default_factory=OrderedDict)
+    """Those used last, at the end; None for an index that cannot be read."""
+    _chunks: int = 0
     _stack: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
@@ -171,13 +182,7 @@ class Sources:
         """Yields the chunks of other objects, those that are likeliest to be equal first: of the checkpoint itself, of
         its neighbours in step, of other runs, of images in memory. What cannot be read is passed over."""
         for other in sorted(self._checkpoints(), key=lambda one: _distance(id, one)):
-            try:
-                manifest = self.repo.manifest(other)
-            except TenutoError:
-                continue
-            for rank in range(len(manifest.indexes)):
-                with suppress(TenutoError):
-                    yield ChunkTable.of(f"{other}", self.repo.store, other, self.repo.index(manifest, rank))
+            yield from self._tables_of(other)
         for image in sorted(self.images(), key=lambda one: one.footer.save_id != save_id):
             with suppress(TenutoError):
                 found = image.repo.manifest(image.footer.id)
@@ -185,10 +190,49 @@ class Sources:
                 name = f"the image of {image.footer.id} in memory"
                 yield ChunkTable.of(name, image.repo.store, image.footer.id, index)
 
-    def _checkpoints(self) -> Iterator[CheckpointId]:
-        for run in self.repo.runs():
-            for attempt in self.repo.attempts(run):
-                yield from (CheckpointId(run, attempt, step) for step in self.repo.committed(run, attempt))
+    def _tables_of(self, id: CheckpointId) -> Iterator[ChunkTable]:
+        """Yields the tables of a checkpoint, as far as they can be read. Each is read once while it is kept."""
+        manifest: Manifest | None = None
+        if id not in self._ranks:
+            try:
+                manifest = self.repo.manifest(id)
+            except StoreError:
+                return
+            except TenutoError:
+                self._ranks[id] = 0
+                return
+            self._ranks[id] = len(manifest.indexes)
+        for rank in range(self._ranks[id]):
+            key = id, rank
+            if key in self._tables:
+                self._tables.move_to_end(key)
+                table = self._tables[key]
+            else:
+                try:
+                    manifest = manifest or self.repo.manifest(id)
+                    table = ChunkTable.of(f"{id}", self.repo.store, id, self.repo.index(manifest, rank))
+                except CorruptionError:
+                    table = None
+                except TenutoError:
+                    continue
+                self._keep(key, table)
+            if table is not None:
+                yield table
+
+    def _keep(self, key: tuple[CheckpointId, int], table: ChunkTable | None) -> None:
+        self._tables[key] = table
+        self._chunks += 0 if table is None else len(table.key)
+        while self._chunks > CHUNKS_KEPT:
+            _, gone = self._tables.popitem(last=False)
+            self._chunks -= 0 if gone is None else len(gone.key)
+
+    def _checkpoints(self) -> list[CheckpointId]:
+        if self._ids is None:
+            runs = ((run, attempt) for run in self.repo.runs() for attempt in self.repo.attempts(run))
+            self._ids = [
+                CheckpointId(run, attempt, step) for run, attempt in runs for step in self.repo.committed(run, attempt)
+            ]
+        return self._ids
 
     def __enter__(self) -> Sources:
         return self

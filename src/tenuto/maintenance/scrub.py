@@ -9,12 +9,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tenuto.errors import CheckpointNotFound, CorruptionError
 from tenuto.events import Emitter
 from tenuto.maintenance.reading import Pace, ReadingState
 from tenuto.maintenance.verify import Parts, VerifyReport, execute, plan_verify
 from tenuto.model.ids import CheckpointId
-from tenuto.repo.notes import ignore, notes
 from tenuto.repo.repository import Repo
 
 
@@ -50,11 +48,8 @@ def scrub(
     plan = plan_verify(repo)
     parts = Parts(Pace(seconds=seconds, rate=rate), state, since=time.time() - every_s)
     report = execute(repo, plan, emitter=emitter, note=True, parts=parts)
-    ages = []
-    for id in plan.ids:
-        try:
-            ages.append((time.time() - state.last_read(id, repo.manifest(id), notes(repo, id, report=ignore)), id))
-        except (CheckpointNotFound, CorruptionError):
-            continue  # gone, or damaged as the report says
+    now = time.time()
+    ended = set(report.checked) - set(report.partly)
+    ages = [(0.0 if id in ended else now - when, id) for id, when in parts.last_read.items()]
     oldest_s, oldest = max(ages, default=(0.0, None))
     return ScrubReport(report, oldest, max(oldest_s, 0.0), sum(age > every_s for age, _ in ages))

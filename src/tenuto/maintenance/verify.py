@@ -6,17 +6,16 @@ index in the manifest, and each small object in its own seal. `assert_whole` is 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from math import ceil
 from types import MappingProxyType
 
-from tenuto.engine.read.chunk_reader import long_reads, threads_for
+from tenuto.engine.read.chunk_reader import scan_threads
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import SaveDirectory, census_of, take_census
@@ -75,13 +74,15 @@ class VerifyReport:
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
     """`everything`: includes the store's other objects (attempts, refs, unfinished saves, copies, foreign objects).
-    `bytes`: of the packs to read, as far as manifests are readable."""
+    `bytes`: of the state to read, and `stored_bytes`: of the data files in one place, as far as manifests are
+    readable."""
 
     where: str
     ids: tuple[CheckpointId, ...]
     every_byte: bool
     everything: bool
     bytes: int
+    stored_bytes: int = 0
 
     def __str__(self) -> str:
         what = f"{len(self.ids)} checkpoint{'' if len(self.ids) == 1 else 's'}"
@@ -100,16 +101,17 @@ def plan_verify(
     everything = ids is None
     if ids is None:
         ids = repo.checkpoints()
-    nbytes = 0
+    nbytes = stored = 0
     for id in ids:
         try:
-            nbytes += repo.manifest(id).bytes
+            manifest = repo.manifest(id)
+            nbytes, stored = nbytes + manifest.bytes, stored + manifest.stored_bytes
         except CorruptionError:
             pass  # executing the plan reports it as a finding
         except CheckpointNotFound:
             if not (everything or listed):
                 raise
-    return VerifyPlan(repo.url, tuple(ids), every_byte, everything, nbytes if every_byte else 0)
+    return VerifyPlan(repo.url, tuple(ids), every_byte, everything, nbytes if every_byte else 0, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ class Parts:
     ordered: begins with what is under way, then what was verified longest ago, instead of in the plan's order.
     since: leaves out what was verified since then, in seconds since 1970.
     of: the key in the state's `passes`; None for one that is not to be continued as such.
+    last_read: since when nobody knows whether a checkpoint is whole, of each with a readable manifest that `choose` has
+    looked at.
     """
 
     pace: Pace
@@ -127,6 +131,7 @@ class Parts:
     ordered: bool = True
     since: float | None = None
     of: str | None = None
+    last_read: dict[CheckpointId, float] = field(default_factory=dict)
 
     def choose(self, repo: Repo, ids: Sequence[CheckpointId]) -> list[CheckpointId]:
         """Returns the checkpoints to read, in their order."""
@@ -140,6 +145,8 @@ class Parts:
             except (CheckpointNotFound, CorruptionError):
                 manifest = None
             when = self.state.last_read(id, manifest, noted)
+            if manifest is not None:
+                self.last_read[id] = when
             if self.since is None or when < self.since:
                 found.append((str(id) not in self.state.under_way, when, id))
         return [id for _, _, id in (sorted(found) if self.ordered else found)]
@@ -160,7 +167,7 @@ def plan_parts(
     everything, that was cut off; without it one begins.
     """
     state = ReadingState.load(repo.id)
-    nbytes = ceil(amount * stored_bytes(repo, plan)) if isinstance(amount, float) else amount
+    nbytes = ceil(amount * plan.stored_bytes * len(targets(repo))) if isinstance(amount, float) else amount
     pace = Pace(nbytes, seconds=seconds, rate=rate)
     if amount is not None or seconds is not None:
         return Parts(pace, state)
@@ -171,17 +178,6 @@ def plan_parts(
         state.under_way.pop(str(id), None)
     state.passes[of] = time.time()
     return Parts(pace, state, ordered=False, of=of)
-
-
-def stored_bytes(repo: Repo, plan: VerifyPlan) -> int:
-    """Returns the bytes of all data files of the plan's checkpoints, in every place that has to have them."""
-    places, nbytes = len(targets(repo)), 0
-    for id in plan.ids:
-        try:
-            nbytes += repo.manifest(id).stored_bytes * places
-        except (CorruptionError, CheckpointNotFound):
-            continue
-    return nbytes
 
 
 def execute(
@@ -201,7 +197,7 @@ def execute(
     """
     problems: list[str] = []
     with reporting_to(repo.store, problems.append):
-        default = threads_for(repo).read if long_reads(repo) else max(2, min(8, (os.cpu_count() or 1) + 1))
+        default = scan_threads(repo)
         if parts is None:
             report = _executed(repo, plan, emitter or Emitter(), threads or default, note)
         else:

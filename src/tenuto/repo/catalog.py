@@ -131,8 +131,15 @@ class Catalog:
         """Adds a checkpoint that this process has just committed; `data` is its manifest as it was put."""
         with self._lock:
             files = self._begun.pop(manifest.id, ())
-            self._entries[manifest.id] = replace(_entry_of(manifest, data), files=files)
+            entry = _entry_of(manifest, len(data), data[-canonical_json.TAIL :])
+            self._entries[manifest.id] = replace(entry, files=files)
             self._unseen.add(manifest.id)
+
+    def add(self, manifest: Manifest, length: int, digest: bytes) -> None:
+        """Adds a checkpoint whose manifest somebody else has read, so that it is not read again. length, digest: of the
+        object, as in `CatalogEntry`."""
+        with self._lock:
+            self._entries.setdefault(manifest.id, _entry_of(manifest, length, digest))
 
     def noted(self, id: CheckpointId) -> None:
         """Has the directory listed again of a checkpoint to which this process has added a note."""
@@ -183,10 +190,10 @@ class Catalog:
         return sum(2 * entry.ranks + 4 for id, entry in list(self._entries.items()) if id.run == run)
 
 
-def _entry_of(manifest: Manifest, data: bytes) -> CatalogEntry:
+def _entry_of(manifest: Manifest, length: int, digest: bytes) -> CatalogEntry:
     return CatalogEntry(
-        length=len(data),
-        digest=data[-canonical_json.TAIL :],
+        length=length,
+        digest=digest,
         bytes=manifest.stored_bytes,
         ranks=len(manifest.indexes),
         created=manifest.created,
@@ -325,7 +332,7 @@ class Snapshot(Repo):
         if isinstance(found, Aborted):
             self._catalog._aborted[id] = len(data)
             raise self._not_found(id, "its save was never finished")
-        entry = _entry_of(found, data)
+        entry = _entry_of(found, len(data), data[-canonical_json.TAIL :])
         if before is not None and before.digest == entry.digest:
             entry = before
         self._catalog._entries[id] = entry

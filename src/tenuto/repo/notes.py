@@ -111,5 +111,11 @@ def last_of(noted: Sequence[Note], kind: str) -> Note | None:
     return next((note for note in reversed(noted) if note.kind == kind), None)
 
 
+def last_proof(noted: Sequence[Note]) -> Note | None:
+    """Returns the note of the restore that was proven last; None without one, or where damage was noted since."""
+    last = next((note for note in reversed(noted) if note.kind in ("proven", "suspect")), None)
+    return last if last is not None and last.kind == "proven" else None
+
+
 def ignore(message: str) -> None:
     """Ignores a damaged note; verify reports it."""

@@ -101,14 +101,17 @@ def _values(run: RunReport, where: str) -> Iterator[Attention]:
     wrong = _by_place({one.name: [recent[id] for id in one.nonfinite if id in recent] for one in run.metrics})
     for names, steps in wrong:
         yield Attention("warning", f"{names} not finite at {steps}", run.run, show)
-    out = _by_place({one.name: [recent[id] for id in one.spikes if id in recent] for one in run.metrics})
+    on_line = {one.id: one for one in run.line}
+    lost = _by_place({one.name: [on_line[one.diverges]] for one in run.metrics if one.diverges in on_line})
+    for names, steps in lost:
+        yield Attention("warning", f"{names} diverges since {steps}", run.run, show)
+    jumped = {one.name: [id for id in one.spikes if one.diverges is None or id < one.diverges] for one in run.metrics}
+    out = _by_place({name: [recent[id] for id in ids if id in recent] for name, ids in jumped.items()})
     for names, steps in out:
         yield Attention("note", f"a spike in {names} at {steps}", run.run, show)
     sick = [one for one in recent.values() if one.unhealthy]
     if sick:
-        paths = ", ".join(map(str, sick[-1].health.get("paths", ())[:3]))
-        text = f"NaN or infinity in the state of {count(len(sick), 'checkpoint')} ({paths}): {_steps(sick)}"
-        yield Attention("damage", text, run.run, show)
+        yield Attention("damage", f"{sick[-1].health}: {_steps(sick)}", run.run, show)
 
 
 def _by_place(found: Mapping[str, Sequence[CheckpointReport]]) -> Iterator[tuple[str, str]]:

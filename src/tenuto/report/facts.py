@@ -8,27 +8,26 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 
-from tenuto.concurrency.worker_threads import parallel_for
-from tenuto.engine.read.chunk_reader import threads_for
-from tenuto.errors import CorruptionError, RunNotFound, TenutoError, did_you_mean, typed
+from tenuto.errors import CorruptionError, RunNotFound, did_you_mean, typed
 from tenuto.maintenance.census import Census, SaveDirectory, census_of, classify_all, list_names
 from tenuto.maintenance.facts import gather_facts
 from tenuto.model.exactness import Exactness, exactness
+from tenuto.model.health import Health
 from tenuto.model.ids import CheckpointId, run_key
-from tenuto.model.records import Json, Manifest, Note
+from tenuto.model.records import Manifest, Note
 from tenuto.model.sizes import seconds_of
 from tenuto.model.timing import Timing
 from tenuto.policy.keep import protections, recorded
-from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
+from tenuto.policy.spikes import falls
+from tenuto.policy.spikes import spikes as jumps
+from tenuto.repo.best import Measured, Mode, best_of_each, is_healthy, modes_of
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.lineage import latest
 from tenuto.repo.notes import with_notes
@@ -37,7 +36,7 @@ from tenuto.repo.ownership.owner_watch import OwnerWatch
 from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
-from tenuto.report.series import spikes
+from tenuto.report.series import spikes as outliers
 from tenuto.units import count
 from tenuto.version import __version__
 
@@ -103,8 +102,8 @@ class CheckpointReport:
     """Why the recorded policy would remove it now; empty if it keeps it, or none is recorded."""
     verdict: Exactness | None = None
     timing: Timing | None = None
-    health: Mapping[str, Json] = field(default_factory=dict)
-    """What its save found of the values, where it looked: `norm`, `changed`, `nonfinite`, `leaves`, `paths`."""
+    health: Health | None = None
+    """What its save found of the values; None where it has not looked."""
 
     @property
     def damaged(self) -> bool:
@@ -113,19 +112,22 @@ class CheckpointReport:
     @property
     def unhealthy(self) -> bool:
         """Returns whether its save found leaves with NaN or infinities that had none before."""
-        return bool(self.health.get("leaves"))
+        return self.health is not None and not self.health.healthy
 
 
 @dataclass(frozen=True, slots=True)
 class MetricReport:
-    """One metric of a run. mode: in which direction it improves, where training has recorded that. spikes, nonfinite:
-    checkpoints whose value stands out from its neighbours', or is not a finite number."""
+    """One metric of a run. mode: in which direction it improves, where training has recorded that. spikes: checkpoints
+    whose value jumps up, as `Repository.spikes` has it, where the metric falls; of others, whose value stands out from
+    its neighbours'. nonfinite: whose value is not a finite number. diverges: since which checkpoint it jumps at each
+    one up to the latest; None where it does not, and for metrics that do not fall."""
 
     name: str
     mode: Mode | None
     best: CheckpointId | None
     spikes: tuple[CheckpointId, ...]
     nonfinite: tuple[CheckpointId, ...]
+    diverges: CheckpointId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,11 @@ def report(
     except CorruptionError as error:
         refs, unreadable = None, error.message
     catalog = Catalog()  # one for all: a fork's line is read in its own run and in the other
-    found = tuple(_run(repo, catalog.snapshot(repo, run), census, refs or ()) for run in chosen)
+    snapshots = [catalog.snapshot(repo, run) for run in chosen]
+    for save in saves:
+        if save.state == "committed" and save.manifest is not None:
+            catalog.add(save.manifest, save.manifest_length, save.manifest_digest)
+    found = tuple(_run(repo, snapshot, census, refs or ()) for snapshot in snapshots)
     free = repo.store.free_bytes()
     attention = [one for run in found for one in of_run(run, repo.url, made_s)]
     if refs is None:
@@ -260,11 +266,6 @@ def _own(save: SaveDirectory) -> int:
 
 def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) -> RunReport:
     run = snapshot.run
-    if repo.store.capabilities.remote:
-        ids = [
-            CheckpointId(run, number, step) for number in snapshot.attempts(run) for step in snapshot.steps(run, number)
-        ]
-        parallel_for(partial(_read_ahead, snapshot), ids, threads_for(repo).read)
     newest = latest(repo, run)
     saves = sorted(
         (save for save in census.saves.values() if save.id.run == run and save.state in _STATES),
@@ -286,7 +287,8 @@ def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) ->
         Measured(
             id,
             with_notes(save.manifest.metrics, notes[id]),
-            suspect=_checked(notes[id])[0] == "suspect" or bool(_health(save.manifest).get("leaves")),
+            suspect=_checked(notes[id])[0] == "suspect",
+            healthy=is_healthy(save.manifest),
             modes=modes[id],
         )
         for save in saves
@@ -327,12 +329,6 @@ def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) ->
     )
 
 
-def _read_ahead(snapshot: Snapshot, id: CheckpointId) -> None:
-    """Reads a manifest's facts before they are needed. What is wrong with it shows where it is used."""
-    with suppress(TenutoError):
-        snapshot.exists(id)
-
-
 def _checkpoint(
     repo: Repo,
     save: SaveDirectory,
@@ -370,13 +366,8 @@ def _checkpoint(
         goes="" if keeps else "; ".join(kept),
         verdict=exactness(manifest.certificate) if manifest else None,
         timing=Timing.read(manifest.environment.get("timing"), manifest.bytes) if manifest else None,
-        health=_health(manifest),
+        health=manifest.health if manifest else None,
     )
-
-
-def _health(manifest: Manifest | None) -> dict[str, Json]:
-    found: Any = getattr(manifest, "health", None)  # manifests of this version have none
-    return {} if found is None else dict(found.to_json())
 
 
 def _age(manifest: Manifest) -> CheckpointId:
@@ -419,11 +410,31 @@ def _metrics(
     for name in [*sorted(names & modes.keys()), *sorted(names - modes.keys())]:
         there = [one for one in saves if name in one.metrics]
         wrong = tuple(one.id for one in there if not np.isfinite(one.metrics[name]))
-        out: dict[CheckpointId, None] = {}
+        out: set[CheckpointId] = set()
+        diverges: CheckpointId | None = None
         for line in lines_of(there):
-            found = spikes(np.array([one.metrics[name] for one in line]))
-            out |= dict.fromkeys(line[place].id for place in found)
-        yield MetricReport(name, modes.get(name), best.get(name), tuple(sorted(out)), wrong)
+            values = [one.metrics[name] for one in line]
+            if falls(name, modes.get(name)):
+                judged = {jump.step: jump.kind for jump in jumps(enumerate(values)) if jump.kind != "nan"}
+                on_line = not line or line[-1].on_line
+                out.update(line[place].id for place in judged if on_line or not line[place].on_line)
+                since = _diverges(values, judged) if on_line else None
+                diverges = diverges if since is None else line[since].id
+            else:
+                out.update(line[place].id for place in outliers(np.array(values)))
+        yield MetricReport(name, modes.get(name), best.get(name), tuple(sorted(out)), wrong, diverges)
+
+
+def _diverges(values: Sequence[float], judged: Mapping[int, str]) -> int | None:
+    """Returns the place since which a metric diverges up to its last value; None if it does not. judged: which values
+    jump, by place."""
+    since = None
+    for place in reversed(range(len(values))):
+        if place in judged:
+            since = place
+        elif np.isfinite(values[place]):
+            break
+    return since if since is not None and "divergence" in (judged[at] for at in judged if at >= since) else None
 
 
 def lines_of(saves: Sequence[CheckpointReport]) -> Iterator[list[CheckpointReport]]:

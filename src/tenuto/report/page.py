@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tenuto.errors import MissingExtra, StoreError, UsageError, install
+from tenuto.errors import MissingExtra, install
+from tenuto.formats.beside import Beside, refuse_other
 from tenuto.model.ids import attempt_key
 from tenuto.report import lineage
 from tenuto.report.charts import Line, Marks, chart
@@ -103,25 +102,11 @@ def page(report: Report, title: str | None = None) -> str:
 
 def write(path: Path, text: str) -> int:
     """Does what `Report.write` does."""
-    data = text.encode()
-    try:
-        if path.exists():
-            with path.open("rb") as there:
-                if GENERATOR.encode() not in there.read(4096):
-                    raise UsageError(
-                        f"{path} is there and is not a report: it is not replaced",
-                        subject=str(path),
-                        hint="give another name with -o, or remove it",
-                    )
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(data)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise StoreError(
-            f"{path} cannot be written: {error.strerror}", subject=str(path), hint="name another file with -o"
-        ) from error
-    return len(data)
+    refuse_other(path, GENERATOR, "a report", "-o")
+    with Beside(path) as beside:
+        nbytes = beside.part.write_bytes(text.encode())
+        beside.publish(force=True)
+    return nbytes
 
 
 def _moment(when_s: float | None) -> str:
@@ -232,19 +217,15 @@ def _health(run: RunReport) -> Iterator[Figure]:
         ("changed", "Share of bytes that a save changed"),
         ("nonfinite", "Values that are not finite"),
     ):
-        there = [one for one in run.line if _is_number(one.health.get(name))]
-        y = np.array([one.health[name] for one in there], np.float64)
+        there = [(one, value) for one in run.line if (value := getattr(one.health, name, None)) is not None]
+        y = np.array([value for _, value in there], np.float64)
         if there and (name != "nonfinite" or y.any()):
-            x = np.array([one.id.step for one in there], np.float64)
-            sick = [one.id.step for one in there if one.unhealthy]
+            x = np.array([one.id.step for one, _ in there], np.float64)
+            sick = [one.id.step for one, value in there if one.unhealthy or not math.isfinite(value)]
             marks = [*_dots(x, y), *([Marks("nonfinite", _apart(sick))] if sick else [])]
-            legend = (("nonfinite", "unhealthy"),) if sick else ()
+            legend = (("nonfinite", "unhealthy, or not a finite number"),) if sick else ()
             svg = chart(f"{run.run} health {name}", [Line(x, y)], marks)
             yield Figure(title, f"latest {_value(float(y[-1]))}", svg, legend)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _metric(run: RunReport, metric: MetricReport) -> Figure:

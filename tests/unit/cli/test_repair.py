@@ -1,3 +1,4 @@
+import io
 import json
 import shutil
 import time
@@ -62,6 +63,39 @@ def test_what_nobody_has_is_noted_and_the_way_out_is_named(cli, place, tmp_path)
     found = load_file(tmp_path / "whole.safetensors")
     assert np.array_equal(found["model/layers.0.bias"], np.ones(256))
     assert sorted(found) == ["model/layers.0.bias", "model/layers.0.weight"]
+
+
+def test_a_manifest_that_nobody_has_is_all_leaves_of_an_older_checkpoint(cli, place, tmp_path):
+    flip(place / NEWEST / "manifest.json", 40)
+    status, out, err = cli("repair", place, "--json")
+    assert status == 12
+    (lost,) = json.loads(out)["done"]["quarantined"]
+    assert (lost["lost"], lost["lost_words"]) == ([], "all of its leaves")
+    assert lost["instead"] == {"run": "gpt", "attempt": 2, "step": 5}
+    status, out, err = cli("repair", place)
+    assert status == 12
+    assert "DAMAGED  gpt/a0002/7 stays damaged, and is noted so: all of its leaves" in out
+    (older,) = [line for line in err.splitlines() if line.startswith("more: ")]
+    assert " --step gpt/a0002/5 --include '*' writes these" in older
+    out = tmp_path / "lost.safetensors"
+    assert cli("export", place, out, "--step", "gpt/a0002/5", "--include", "*")[0] == 0
+    assert len(load_file(out)) == 3
+
+
+def test_what_stays_as_it_is_has_its_status(cli, place, backup, monkeypatch):
+    flip(place / "runs/small/a0001/attempt.json", 20)
+    status, out, _ = cli("repair", place)
+    assert status == 12 and "LOST    runs/small/a0001/attempt.json" in out
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    status, _, err = cli("repair", place, "--from", backup)
+    assert status == 12 and "nothing was done" in err
+    assert cli("repair", place, "--from", backup, "--yes")[0] == 0
+    assert cli("repair", place)[0] == 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 def test_json_tells_the_plan_and_what_was_done(cli, place, backup):

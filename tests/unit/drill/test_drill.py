@@ -28,6 +28,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.repo.notes import add_note, notes
 from tenuto.repo.repository import Repo, now_text
 from tenuto.store.registry import open_store
+from tenuto.testing.object_store import Bucket, SimulatedObjectStore
 
 PACK = "runs/main/a0001/step-00000004/*.safetensors"
 
@@ -260,6 +261,25 @@ def test_what_cannot_be_drilled_is_refused(where: Path, tmp_path: Path) -> None:
         tenuto.Repository(where).drill(4, command=["python"])
 
 
+def test_notes_are_read_only_where_they_decide_something() -> None:
+    bucket = Bucket()
+    store = SimulatedObjectStore(bucket)
+    with tenuto.Checkpointer(store, {"w": np.arange(30.0)}, save=every(steps=1), keep=keep.all()) as ckpt:
+        for _ in ckpt.steps(5):
+            pass
+    repo = Repo.open(SimulatedObjectStore(bucket))
+    for step in (2, 3):
+        add_note(repo, CheckpointId("main", 1, step), PROVEN, {"when": f"2020-01-0{step}T00:00:00Z", "place": "there"})
+
+    def looked() -> int:
+        return sum("/notes" in request.name for request in bucket.requests)
+
+    bucket.forget()
+    assert plan_drill(repo).last is None and not looked()
+    plan = plan_drill(repo, due_s=60.0)
+    assert plan.last is not None and plan.last.id.step == 3 and plan.due and looked() > 1
+
+
 def test_nothing_is_done_while_the_last_proof_is_young(where: Path) -> None:
     repository, id = tenuto.Repository(where), CheckpointId("main", 1, 2)
     assert plan_drill(repository.repo, due_s=3600).due
@@ -384,6 +404,10 @@ def test_the_command_reports_as_text_json_and_a_page(
     assert found["schema"] == "tenuto.drill/1" and found["proven"] and found["resume"]["compared"][0]["equal"]
     text = page.read_text()
     assert "PROVEN: main/a0001/2" in text and "prefers-color-scheme: dark" in text and "src=" not in text
+    page.with_name("mine.html").write_text("<html>mine</html>")
+    status, _, err = cli("drill", where, "2", "--html", page.with_name("mine.html"))
+    assert status == 2 and "is not a page of a drill" in err and len(kinds(where, 2)) == 1
+    assert page.with_name("mine.html").read_text() == "<html>mine</html>"
     later = ages.clock() + 3 * 86400
     monkeypatch.setattr(ages, "clock", lambda: later)
     assert "restorable: proven 3 days ago" in cli("ls", where)[1]
@@ -403,6 +427,10 @@ def test_the_command_leaves_with_what_went_wrong(cli: Any, where: Path) -> None:
     assert "no older checkpoint of run main was" in out.replace("\n", " ")
     status, _, err = cli("drill", where, "2", "--html", where / "no" / "page.html")
     assert status == 2 and "cannot be written" in err and kinds(where, 2) == [PROVEN]
+    page = where.parent / "drill.html"
+    cli("drill", where, "2", "--html", page)
+    assert cli("drill", where, "2", "--html", page)[0] == 0 and "PROVEN" in page.read_text()
+    assert not list(page.parent.glob(".drill.html*"))
     status, _, err = cli("drill", where, "2", "4")
     assert status == 2 and "takes one checkpoint" in err
 

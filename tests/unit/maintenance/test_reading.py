@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tenuto
 from tenuto.engine.read import chunk_reader
+from tenuto.errors import StoreUnavailable
 from tenuto.maintenance import inspect as inspect_module
+from tenuto.maintenance import scrub as scrub_module
 from tenuto.maintenance.reading import Pace, ReadingState, parse_amount
 from tenuto.maintenance.scrub import scrub
 from tenuto.maintenance.verify import Parts, execute, plan_parts, plan_verify
 from tenuto.repo.notes import add_note, notes, verification_of
+from tenuto.repo.repository import Repo
+from tenuto.testing.object_store import Bucket, SimulatedObjectStore
 
 PACK = "rank-00000.safetensors"
 
@@ -178,6 +183,52 @@ def test_a_scrub_reads_the_oldest_first_and_leaves_the_young(world, monkeypatch)
     report = scrub(world.reopened(), every_s=3600)
     assert set(report.verification.checked) == set(ids)
     assert report.ok
+
+
+def test_a_store_that_fails_after_a_scrub_takes_nothing_from_its_report(world, monkeypatch):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2)]
+
+    def then_fails(repo, *arguments, **more):
+        done = execute(repo, *arguments, **more)
+        monkeypatch.setattr(repo.store, "get", unavailable)
+        monkeypatch.setattr(repo.store, "walk", unavailable)
+        return done
+
+    def unavailable(*arguments, **more):
+        raise StoreUnavailable("try again")
+
+    later = time.time() + 7200
+    monkeypatch.setattr(time, "time", lambda: later)
+    monkeypatch.setattr(scrub_module, "execute", then_fails)
+    report = scrub(world.reopened(), every_s=3600)
+    assert report.ok and set(report.verification.checked) == set(ids)
+    assert (report.overdue, report.oldest_s) == (0, 0.0)
+
+
+def test_what_a_scrub_has_no_time_for_is_overdue(world, monkeypatch):
+    attempt = world.claim()
+    ids = [world.save(attempt, step) for step in (1, 2)]
+    later = time.time() + 7200
+    monkeypatch.setattr(time, "time", lambda: later)
+    report = scrub(world.reopened(), every_s=3600, seconds=0)
+    assert not report.verification.checked
+    assert report.overdue == 2 and report.oldest in ids and report.oldest_s > 3600
+
+
+def test_a_part_of_everything_is_planned_from_the_plan_of_all(tmp_path):
+    bucket = Bucket()
+    with tenuto.Checkpointer(
+        SimulatedObjectStore(bucket), {"w": np.arange(3000.0)}, save=tenuto.every(steps=1)
+    ) as ckpt:
+        for _ in ckpt.steps(3):
+            pass
+    repo = Repo.open(SimulatedObjectStore(bucket))
+    plan = plan_verify(repo)
+    assert plan.stored_bytes == sum(repo.manifest(id).stored_bytes for id in plan.ids) > 0
+    bucket.forget()
+    plan_parts(repo, plan, amount=0.5)
+    assert not [one.name for one in bucket.requests if one.name.endswith("manifest.json")]
 
 
 def test_a_lost_or_damaged_state_costs_reading_again(world):

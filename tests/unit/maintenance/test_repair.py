@@ -10,11 +10,12 @@ import pytest
 import tenuto
 from tenuto.cli import main
 from tenuto.crashpoints import armed
-from tenuto.maintenance import gc, remove, undelete
+from tenuto.maintenance import gc, remove, repair_sources, undelete
 from tenuto.maintenance.repair import execute, older_with
 from tenuto.maintenance.repair_plan import plan_repair
 from tenuto.maintenance.repair_sources import Sources
 from tenuto.maintenance.verify import assert_whole
+from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import object_names
 from tenuto.repo.notes import notes, verification_of
 from tenuto.repo.repository import Repo
@@ -231,6 +232,35 @@ def test_a_mirror_gives_back_what_the_primary_lost(tmp_path):
     assert repo.exists(id)
 
 
+def test_a_manifest_of_a_mirror_does_not_outlive_its_removal(tmp_path):
+    places = [tmp_path / "a", tmp_path / "b"]
+    mirror, every = tenuto.Mirror(*places), tenuto.every(steps=1)
+    with tenuto.Checkpointer(mirror, {"w": np.arange(3000.0)}, save=every, keep=tenuto.keep.all()) as ckpt:
+        for _ in ckpt.steps(2):
+            pass
+    id = CheckpointId("main", 1, 1)
+    whole = (places[1] / id.manifest).read_bytes()
+    (places[1] / id.manifest).write_bytes(b"?")
+    point = "damaged manifest removed from another place, repaired one not yet there"
+
+    def faster():
+        (places[1] / id.manifest).write_bytes(whole)
+
+    with armed(point, faster):
+        assert repaired(Repo.open(open_store(places[0])), ids=[id]).ok
+    assert (places[1] / id.manifest).read_bytes() == whole
+    (places[1] / id.manifest).write_bytes(b"?")
+
+    def take():
+        repo = Repo.open(open_store(places[0]))
+        remove.execute(repo, remove.plan_remove(repo, [id], finished={"main": 1}))
+
+    with armed(point, take):
+        report = repaired(Repo.open(open_store(places[0])), ids=[id])
+    assert [one.kind for one in report.gone] == ["manifest"]
+    assert not (places[0] / id.manifest).exists() and not (places[1] / id.manifest).exists()
+
+
 def test_older_with_reads_the_leaves(world):
     attempt = world.claim()
     first, second, third = (world.save(attempt, step) for step in (1, 2, 3))
@@ -238,6 +268,7 @@ def test_older_with_reads_the_leaves(world):
     assert older_with(world.reopened(), third, ["a"]) == first
     assert older_with(world.reopened(), third, ["b/c"]) == second
     assert older_with(world.reopened(), third, ["nothing"]) is None
+    assert older_with(world.reopened(), third, None) == first
     assert object_names.begin_name(third)
 
 
@@ -341,6 +372,29 @@ def test_an_object_store_is_repaired_in_few_requests(tmp_path):
     assert not [name for name in bucket.objects if ".part-" in name]
     assert bucket.counts()["put"] + bucket.counts().get("part", 0) <= 6
     assert len(bucket.requests) < 150
+
+
+@pytest.mark.parametrize("kept", [repair_sources.CHUNKS_KEPT, 30])
+def test_each_table_is_read_once_for_all_packs_that_are_lost(tmp_path, monkeypatch, kept):
+    monkeypatch.setattr(repair_sources, "CHUNKS_KEPT", kept)
+    bucket = Bucket()
+    store = SimulatedObjectStore(bucket)
+    state = {"w": np.random.default_rng(3).random(100_000), "frozen": np.arange(10_000.0)}
+    with tenuto.Checkpointer(store, state, save=tenuto.every(steps=1), keep=tenuto.keep.all()) as ckpt:
+        for _ in ckpt.steps(8):
+            state["w"] += 1
+    packs = [name for name in sorted(bucket.objects) if name.endswith(".safetensors")]
+    for name in packs[2:5]:
+        del bucket.objects[name]
+    bucket.forget()
+    repo = Repo.open(store)
+    with Sources.of(repo) as sources:
+        plan = plan_repair(sources)
+        assert len(plan.hopeless) == 3
+        assert sources._chunks == sum(len(one.key) for one in sources._tables.values()) <= kept
+    read = [one.name for one in bucket.requests if one.verb in ("get", "read") and one.name.endswith(".index")]
+    assert len(set(read)) == len(packs)
+    assert max(map(read.count, read)) <= (2 if kept > 30 else 1 + 3)
 
 
 @pytest.mark.parametrize("way", ["rm", "retention"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from dataclasses import asdict, replace
@@ -132,6 +133,50 @@ def test_a_spike_and_a_nan_count_among_the_newest(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["val_loss", "train/loss"])
+def test_of_a_falling_metric_it_has_the_spikes_that_the_repository_has(tmp_path: Path, name: str) -> None:
+    made = Made(tmp_path)
+    values = {step: 2.0 / step for step in range(1, 41)} | {20: 30.0, 33: float("nan"), 36: 9.0}
+    made.save("gpt", range(1, 41), metrics={step: {name: value} for step, value in values.items()})
+    found = made.report()
+    (metric,) = [one for one in found.runs[0].metrics if one.name == name]
+    spikes = tenuto.Repository(tmp_path).spikes(name, "gpt")
+    assert [(one.step, one.kind) for one in spikes] == [(20, "spike"), (33, "nan"), (36, "spike")]
+    assert [id.step for id in metric.spikes] == [one.step for one in spikes if one.kind != "nan"]
+    assert metric.diverges is None and f"gpt: a spike in {name} at step 36" in texts(found, "note")
+
+
+def test_a_loss_that_diverges_is_a_warning(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    values = {step: 2.0 / step for step in range(1, 31)} | {15: 20.0} | {step: float(step) for step in range(28, 36)}
+    made.save("gpt", range(1, 36), metrics={step: {"loss": value} for step, value in values.items()})
+    found = made.report()
+    (metric,) = [one for one in found.runs[0].metrics if one.name == "loss"]
+    assert metric.diverges == CheckpointId("gpt", 1, 28)
+    assert [id.step for id in metric.spikes] == [one.step for one in tenuto.Repository(tmp_path).spikes("loss", "gpt")]
+    assert texts(found) == ["gpt: loss diverges since step 28"]
+    made.save(
+        "gpt", range(36, 39), CheckpointId("gpt", 1, 35), metrics={step: {"loss": 0.06} for step in range(36, 39)}
+    )
+    assert "warning" not in {one.level for one in made.report().attention}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_values_that_became_nan_are_damage_and_infinite_norms_are_marked(tmp_path: Path) -> None:
+    state = {"w": np.ones(64), "b": np.full(64, 1e200)}
+    with tenuto.Checkpointer(tmp_path, state, save=tenuto.every(steps=1)) as ckpt:
+        for _ in ckpt.steps(4):
+            if ckpt.step == 3:
+                state["w"][1] = np.nan
+    found = tenuto.Repository(tmp_path).report()
+    newest = found.runs[0].newest
+    assert newest is not None and newest.unhealthy and newest.health is not None and newest.health.norm == np.inf
+    assert "main: 1 leaf with NaN or infinities (w): step" in " ".join(texts(found, "damage"))
+    page = found.to_html()
+    assert "Norm of all values" in page and "unhealthy, or not a finite number" in page
+    assert jsonable(asdict(newest))["health"]["norm"] == "inf"
+
+
 def test_a_resume_that_is_not_exact_is_a_note(tmp_path: Path) -> None:
     made = Made(tmp_path)
     made.save("gpt", [1], certificate={**CERTIFICATE, "verdict": "not exact"})
@@ -204,6 +249,17 @@ def test_of_an_object_store_it_reads_small_objects_alone(tmp_path: Path) -> None
     assert replace(found.runs[0], saves=()) == replace(local.report().runs[0], saves=())
     assert [one.kept for one in found.runs[0].saves] == [one.kept for one in local.report().runs[0].saves]
     assert bucket.counts()["get"] < 5 * 20 and not any(name.endswith(".safetensors") for name in read_from(bucket))
+    assert sum(name.endswith("manifest.json") for name in read_from(bucket)) <= 20 + 2
+
+
+def test_of_a_fork_each_manifest_is_read_once_too() -> None:
+    bucket = Bucket()
+    made = Made(SimulatedObjectStore(bucket))
+    made.save("zoo", range(1, 11))
+    made.save("ape", range(6, 11), CheckpointId("zoo", 1, 5))
+    bucket.forget()
+    assert [len(one.line) for one in made.report().runs] == [5, 10]
+    assert sum(name.endswith("manifest.json") for name in read_from(bucket)) <= 15 + 2 * 2
 
 
 def read_from(bucket: Bucket) -> list[str]:
@@ -286,6 +342,21 @@ def test_only_a_report_is_replaced(seen: Report, tmp_path: Path) -> None:
     assert path.read_text() == "<html>mine</html>"
     with pytest.raises(tenuto.errors.StoreError, match="cannot be written"):
         seen.write(tmp_path / "nowhere" / "out.html")
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(UsageError, match="is not a report"):
+        seen.write(tmp_path / "directory")
+
+
+def test_a_report_that_cannot_be_given_its_name_leaves_nothing(
+    seen: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*paths: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(tenuto.errors.StoreError, match="cannot be written"):
+        seen.write(tmp_path / "out.html")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["jinja2", "matplotlib"])

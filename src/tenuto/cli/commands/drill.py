@@ -12,7 +12,7 @@ from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import BEHIND, examples
 from tenuto.cli.console.options import checkpoint, repository, run_of
 from tenuto.cli.console.signals import exit_on_signals
-from tenuto.errors import UsageError
+from tenuto.errors import StoreError, UsageError
 
 if TYPE_CHECKING:
     from tenuto.drill.drill import DrillPlan
@@ -69,6 +69,7 @@ def drill(
     from tenuto.cli.views import drill_page
     from tenuto.drill.drill import execute, plan_drill
     from tenuto.events import Emitter
+    from tenuto.formats.beside import refuse_other
     from tenuto.model.sizes import parse_time
 
     command = list(context.meta[BEHIND])
@@ -94,6 +95,8 @@ def drill(
         else:
             output.line(output.rows(drill_page.plan_rows(plan)))
         return
+    if html is not None:
+        refuse_other(html, drill_page.GENERATOR, "a page of a drill", "--html")
     if plan.due:
         output.story(f"restoring {plan.id} in a process of its own")
     with exit_on_signals():
@@ -124,11 +127,15 @@ def _parts(words: list[str], command: list[str]) -> str | None:
 
 
 def _write_page(path: Path, text: str) -> None:
+    from tenuto.formats.beside import Beside
+
     try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
+        with Beside(path) as beside:
+            beside.part.write_text(text, "utf-8")
+            beside.publish(force=True)
+    except StoreError as error:
         raise UsageError(
-            f"the page cannot be written to {path}: {error.strerror}",
+            f"the page is missing: {error.message}",
             subject=str(path),
             hint="the outcome is noted all the same; --html FILE in a directory that is there and can be written to",
         ) from error

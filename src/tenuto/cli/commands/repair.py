@@ -86,7 +86,7 @@ def repair(
                 _print_report(repo, report)
     if json:
         output.document("repair", _json(plan, report, dry_run=dry_run))
-    if (report is not None and not report.ok) or (report is None and (plan.lost or (dry_run and plan.mendings))):
+    if plan.mendings if report is None else not report.ok:
         raise typer.Exit(DAMAGED)
 
 
@@ -133,16 +133,17 @@ def _words(one: Mending) -> str:
         lines.append("        from " + ", ".join(f"{name}: {size(nbytes)}" for name, nbytes in one.sources))
     else:
         what = size(one.lost_bytes) if one.kind == "pack" else "any"
-        lines.append(f"        nothing has {what} of it{_leaves(one.lost, len(one.lost))}")
+        lines.append(f"        nothing has {what} of it{_leaves(one.lost, len(one.lost), one.lost_words)}")
     return "\n".join(lines)
 
 
-def _leaves(paths: tuple[str, ...], number: int) -> str:
+def _leaves(paths: tuple[str, ...], number: int, words: str) -> str:
     from tenuto.maintenance.repair import LEAVES_NAMED
 
     shown = paths[:LEAVES_NAMED]
     more = f" and {number - len(shown)} more" if number > len(shown) else ""
-    return f": {', '.join(shown)}{more}" if shown else ""
+    what = ", ".join(filter(None, [words, *shown]))
+    return f": {what}{more}" if what else ""
 
 
 def _print_report(repo: Repo, report: RepairReport) -> None:
@@ -153,7 +154,7 @@ def _print_report(repo: Repo, report: RepairReport) -> None:
     if report.gone:
         output.line(f"{count(len(report.gone), 'object')} of checkpoints that were removed meanwhile: left alone")
     for lost in report.quarantined:
-        output.line(f"DAMAGED  {lost.id} stays damaged, and is noted so{_leaves(lost.lost, lost.count)}")
+        output.line(f"DAMAGED  {lost.id} stays damaged, and is noted so{_leaves(lost.lost, lost.count, lost.words)}")
         for way in _ways_out(repo, lost):
             output.story(f"more: {way}")
     whole = 0 if report.verification is None else len(report.verification.checked) - len(report.quarantined)
@@ -165,10 +166,11 @@ def _ways_out(repo: Repo, lost: Quarantined) -> Iterator[str]:
     from tenuto.maintenance.repair_plan import EVERYTHING
 
     if lost.instead is not None:
-        include = [word for path in lost.lost for word in ("--include", path)]
+        paths = lost.lost if lost.lost and not lost.words else ("*",)
+        include = [word for path in paths for word in ("--include", path)]
         older = typed("tenuto", "export", repo.url, "lost.safetensors", "--step", lost.instead, *include)
         yield f"{older} writes these as they were then"
-    if lost.lost != (EVERYTHING,):
+    if lost.words != EVERYTHING:
         yield f"{typed('tenuto', 'repair', repo.url, lost.id, '--salvage', 'whole.safetensors')} writes the others"
 
 
@@ -210,6 +212,7 @@ def _json(plan: RepairPlan, report: RepairReport | None, *, dry_run: bool) -> di
                 "repairable": one.repairable,
                 "sources": [{"source": name, "bytes": nbytes} for name, nbytes in one.sources],
                 "lost": list(one.lost),
+                "lost_words": one.lost_words,
             }
             for one in plan.mendings
         ],
@@ -224,7 +227,13 @@ def _json(plan: RepairPlan, report: RepairReport | None, *, dry_run: bool) -> di
             "gone": [one.name for one in report.gone],
             "failed": [{"object": one.name, "message": error.message} for one, error in report.failed],
             "quarantined": [
-                {"checkpoint": one.id, "lost": list(one.lost), "count": one.count, "instead": one.instead}
+                {
+                    "checkpoint": one.id,
+                    "lost": list(one.lost),
+                    "count": one.count,
+                    "lost_words": one.words,
+                    "instead": one.instead,
+                }
                 for one in report.quarantined
             ],
         }

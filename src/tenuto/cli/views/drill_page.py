@@ -213,10 +213,13 @@ def _proof(proof: ProvenRestore | None) -> dict[str, Any] | None:
     )
 
 
+GENERATOR: Final = '<meta name="generator" content="tenuto drill">'
+"""By which a page is known as one that may be replaced."""
 _PAGE: Final = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+$generator
 <title>$title</title>
 <style>
 :root { color-scheme: light dark; --good: #0a7a33; --bad: #b3261e; --dim: #666; --line: #ddd }
@@ -243,6 +246,7 @@ def html(result: DrillResult) -> str:
     if hint_text := hint(result):
         pairs.append(("next", hint_text))
     return _PAGE.substitute(
+        generator=GENERATOR,
         title=escape(f"Drill of {plan.id}"),
         headline=escape(headline(result)),
         verdict="good" if result else "bad",

@@ -149,10 +149,12 @@ def unhealthy(leaves: int | None = None) -> str:
 def restorable(notes: Sequence[Note]) -> str:
     """Returns when a drill has last proven the restore, as `restorable: proven 3 d ago`; empty where none has, or where
     damage was noted since."""
-    verdicts = [note for note in notes if note.kind in ("proven", "suspect")]
-    if not verdicts or verdicts[-1].kind == "suspect":
+    from tenuto.repo.notes import last_proof
+
+    proof = last_proof(notes)
+    if proof is None:
         return ""
-    seconds = age_s(str(verdicts[-1].body.get("when", "")))
+    seconds = age_s(str(proof.body.get("when", "")))
     ago = "" if seconds is None else age(max(seconds, 0.0))
     return f"restorable: proven{f' {ago} ago' if ago else ''}"
 

@@ -6,6 +6,7 @@ Whatever reads stored bytes reads them here, so that no reader can forget to ver
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,11 @@ def long_reads(repo: Repo) -> int:
 def threads_for(repo: Repo) -> LoopThreads:
     """Returns how many threads a process reads this repository with that reads alone."""
     return LoopThreads.of(1, waiting=repo.store.capabilities.parallel if long_reads(repo) else 0)
+
+
+def scan_threads(repo: Repo) -> int:
+    """Returns how many ranges are read at once where every byte of a repository is verified, and nothing else runs."""
+    return threads_for(repo).read if long_reads(repo) else max(2, min(8, (os.cpu_count() or 1) + 1))
 
 
 class ChunkReader:
