@@ -124,7 +124,8 @@ def many(values: Array, starts: Array, *, full: bool = True) -> tuple[Array, ...
     if not full:
         return bad, nan
     wide = good.astype(np.float64)
-    np.multiply(wide, wide, out=wide)
+    with np.errstate(over="ignore"):
+        np.multiply(wide, wide, out=wide)
     square = np.add.reduceat(wide if values.ndim == 1 else wide.sum(axis=-1), starts)
     if values.ndim > 1:
         return bad, nan, square, np.full(count, math.inf), np.full(count, -math.inf)

@@ -161,7 +161,7 @@ def test_a_loss_that_diverges_is_a_warning(tmp_path: Path) -> None:
     assert "warning" not in {one.level for one in made.report().attention}
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.filterwarnings("error:overflow encountered")
 def test_values_that_became_nan_are_damage_and_infinite_norms_are_marked(tmp_path: Path) -> None:
     state = {"w": np.ones(64), "b": np.full(64, 1e200)}
     with tenuto.Checkpointer(tmp_path, state, save=tenuto.every(steps=1)) as ckpt:

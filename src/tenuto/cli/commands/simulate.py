@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tenuto.policy.simulation import Job, Outcome
 
 EXAMPLES = examples(
-    "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54 --stall 0.2s --persist 10s",
+    "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54",
     "tenuto simulate --mtbf 10m --memory 10s --memory-restart 5s --days 3",
 )
 
