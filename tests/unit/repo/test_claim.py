@@ -25,7 +25,7 @@ from tenuto.repo.format.small_records import LeaseRecord, encode_lease
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim, claim_newest
 from tenuto.repo.ownership.lease import Lease, read_last
-from tenuto.repo.ownership.owner_watch import OwnerWatch
+from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned, put_tombstone
 from tenuto.store.contract import Bytes
@@ -368,6 +368,24 @@ def test_of_claims_that_race_one_wins(repo: Repo) -> None:
     assert [attempt.number for attempt in won] == [1]
     assert len(results) == 6
     won[0].release()
+
+
+def test_who_looks_while_a_claim_is_being_put_finds_it_in_use(repo: Repo, take: Claim) -> None:
+    found: list[OwnerFinding] = []
+    with armed("attempt claimed", lambda: found.append(OwnerWatch(repo, "gpt").inspect())):
+        take()
+    assert [(one.verdict, one.number) for one in found] == [("here", 1)]
+
+
+def test_a_claim_that_was_interrupted_is_nobodys_though_its_traceback_is_kept(repo: Repo, take: Claim) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with armed("attempt claimed", interrupt), pytest.raises(KeyboardInterrupt) as kept:
+        take()
+    assert kept.traceback
+    assert OwnerWatch(repo, "gpt").inspect().verdict == "dead"
+    assert take().number == 2
 
 
 def test_i4_a_parent_that_is_gone_is_not_relied_on(repo: Repo, make: Any, take: Claim) -> None:

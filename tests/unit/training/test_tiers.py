@@ -522,7 +522,7 @@ def test_tiers_that_make_no_sense_are_refused(make: Any, message: str) -> None:
         (keep.after("attempt"), [1, 2, 3, 4, 5, 6]),
         (keep.after("fork"), [6]),
         (keep.within(hours=1), [1, 2, 3, 4, 5, 6]),
-        (keep.limit(keep.all(), bytes=3 * 8 * SIZE + 40_000), [4, 5, 6]),
+        (keep.limit(keep.all(), bytes=3 * 8 * SIZE + 100_000), [4, 5, 6]),
         (keep.limit(keep.latest(4) | keep.after("attempt"), cost=1, per_gib_month=2e3), [4, 5, 6]),
     ],
     ids=repr,

@@ -18,7 +18,14 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.small_records import LeaseRecord, decode_attempt, encode_attempt
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.lease import BEAT_S, Lease, Trouble, read_last
-from tenuto.repo.ownership.owner_watch import OwnerFinding, OwnerWatch, owned_here, release_ownership, take_ownership
+from tenuto.repo.ownership.owner_watch import (
+    ClaimUnderWay,
+    OwnerFinding,
+    OwnerWatch,
+    owned_here,
+    release_ownership,
+    take_ownership,
+)
 from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.tombstones import dead_tombstones, is_tombstoned, take_back
 from tenuto.repo.unfinished import close_save, close_unfinished
@@ -183,21 +190,26 @@ def claim(
     run = run_key(check_run(run))
     watch = observe or OwnerWatch(repo, run)
     warn: Report = report or (lambda message: None)
-    record, previous = _put_claim(
-        repo,
-        run,
-        parent,
-        watch,
-        takeover=takeover,
-        wait_s=wait_s,
-        waiting=waiting,
-        before_put=before_put,
-        why=(by, reason),
-    )
-    crashpoint("attempt claimed")
-    lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
-    attempt = Attempt(repo, record, lease)
-    take_ownership(repo, run, record.number, attempt)
+    claiming = ClaimUnderWay()
+    try:
+        record, previous = _put_claim(
+            repo,
+            run,
+            parent,
+            watch,
+            claiming,
+            takeover=takeover,
+            wait_s=wait_s,
+            waiting=waiting,
+            before_put=before_put,
+            why=(by, reason),
+        )
+        crashpoint("attempt claimed")
+        lease = Lease(repo, record, interval_s=beat_s, trouble=trouble)
+        attempt = Attempt(repo, record, lease)
+        take_ownership(repo, run, record.number, attempt)
+    finally:
+        claiming.is_over()
     lease.start()
     try:
         _take_back_tombstones(repo, record, previous, warn)
@@ -219,6 +231,7 @@ def _put_claim(
     run: str,
     parent: CheckpointId | None,
     watch: OwnerWatch,
+    claiming: ClaimUnderWay,
     *,
     takeover: bool,
     wait_s: float | None,
@@ -243,7 +256,7 @@ def _put_claim(
             if ended and before_put is not None:
                 before_put()
             how = (found.beats, found.verdict == "dead" and not found.released) if found.beats else None
-            record = _try_put(repo, run, found.number + 1, parent, why=why, ended=how)
+            record = _try_put(repo, run, found.number + 1, parent, claiming=claiming, why=why, ended=how)
             if record is not None:
                 return record, found
             continue
@@ -264,6 +277,7 @@ def _try_put(
     number: int,
     parent: CheckpointId | None,
     *,
+    claiming: ClaimUnderWay,
     why: tuple[str, str],
     ended: tuple[int, bool] | None,
 ) -> AttemptRecord | None:
@@ -277,6 +291,7 @@ def _try_put(
         record = AttemptRecord(run, number, secrets.token_hex(16), parent, owner, now, before, ended, *why)
         try:
             name, data = object_names.attempt_name(run, number), encode_attempt(record, repo.id)
+            claiming.puts(record)
             objects.put(repo.store, name, data, token=record.id)
             return record
         except AlreadyExists:

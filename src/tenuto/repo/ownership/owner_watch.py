@@ -22,6 +22,8 @@ SLOW_S: Final = 2 * BEAT_S
 nothing about the owner."""
 
 _owned: Final[MutableMapping[tuple[int, str, str, int], object]] = weakref.WeakValueDictionary()
+_claiming: Final[MutableMapping[tuple[int, str], object]] = weakref.WeakValueDictionary()
+"""Claims of this process that are being put, by process and the record's id."""
 """(pid, repository id, run, attempt) of what this process has claimed and not released, weakly: where an interrupt came
 between a claim and whoever was to hold it, nobody can save by it. A forked child's pid differs. Each change is one
 operation on a dict: an interrupt where a lock is taken would leave it locked."""
@@ -83,7 +85,7 @@ class OwnerWatch:
             if verdict == "dead":
                 return OwnerFinding("dead", number, record, "its process has ended")
             if record.owner == this_process():
-                if owned_here(self.repo, self.run, number):
+                if owned_here(self.repo, self.run, number) or (os.getpid(), record.id) in _claiming:
                     return OwnerFinding("here", number, record, "which has not closed it")
                 return OwnerFinding("dead", number, record, "this process has closed it")
             if verdict == "alive":
@@ -122,6 +124,24 @@ class OwnerWatch:
         self._moved = self._seen is not None and self._seen[0] == number
         self._seen, self._since = (number, counter), self.clock.now()
         return True
+
+
+class ClaimUnderWay:
+    """Keeps other threads of this process from taking an attempt for one that nobody owns any more, from before its
+    record is put until `take_ownership`. They would claim the next one, and both would have the run."""
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[int, str]] = []
+
+    def puts(self, record: AttemptRecord) -> None:
+        key = os.getpid(), record.id
+        self._keys.append(key)
+        _claiming[key] = self
+
+    def is_over(self) -> None:
+        """Has to be called however the claim ends: a traceback that somebody keeps would keep this object."""
+        for key in self._keys:
+            _claiming.pop(key, None)
 
 
 def take_ownership(repo: Repo, run: str, number: int, holder: object) -> None:
