@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tenuto.state.frameworks import Tagged, register
     from tenuto.store.wrappers.cache import Cached
     from tenuto.store.wrappers.stripe import Stripe
+    from tenuto.supervisor.restart import Restart, restart
     from tenuto.training.checkpointer import Checkpointer
     from tenuto.training.preemption import Preempted
     from tenuto.training.stats import Stats
@@ -53,6 +54,7 @@ _HOME = {
     "Preempted": "tenuto.training.preemption",
     "RankTimings": "tenuto.model.timing",
     "Repository": "tenuto.api.repository",
+    "Restart": "tenuto.supervisor.restart",
     "Restored": "tenuto.engine.read.choose",
     "Save": "tenuto.engine.save.handle",
     "SharedFiles": "tenuto.ranks.kv.shared_files",
@@ -77,6 +79,7 @@ _HOME = {
     "per_rank": "tenuto.state.declarations",
     "register": "tenuto.state.frameworks",
     "replicated": "tenuto.state.declarations",
+    "restart": "tenuto.supervisor.restart",
     "save": "tenuto.api.save_load",
     "shard": "tenuto.state.declarations",
 }
@@ -95,6 +98,7 @@ __all__ = [
     "Preempted",
     "RankTimings",
     "Repository",
+    "Restart",
     "Restored",
     "Save",
     "SharedFiles",
@@ -122,6 +126,7 @@ __all__ = [
     "per_rank",
     "register",
     "replicated",
+    "restart",
     "save",
     "shard",
 ]

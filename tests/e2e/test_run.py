@@ -8,50 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tenuto
-
-TENUTO = [sys.executable, "-c", "from tenuto.cli.application import run; run()"]
-SRC = str(Path(tenuto.__file__).parents[1])
-
-
-def started(directory: Path, script: str, *options: str) -> subprocess.Popen[str]:
-    (directory / "train.py").write_text(script)
-    command = [*TENUTO, "run", "--journal", "journal.jsonl", *options, "--", sys.executable, "train.py"]
-    environment = {**os.environ, "PYTHONPATH": SRC}
-    return subprocess.Popen(
-        command, cwd=directory, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def finished(directory: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    process = started(directory, script, *options)
-    out, err = process.communicate(timeout=100)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def events(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()]
-
-
-def await_that(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+from support.supervised import SRC, TENUTO, await_that, events, finished, lives, started
 
 
 def test_a_training_that_is_killed_and_one_that_hangs_come_to_the_same_end(tmp_path: Path) -> None:

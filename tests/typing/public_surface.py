@@ -139,6 +139,9 @@ def values(place: Path) -> None:
     assert_type(repository.diff(500, "latest", where="model.safetensors").by_change()[0].cosine, float | None)
     assert_type(repository.health(500).leaves[0].norm, float | None)
     assert_type(repository.spikes("loss")[0].step, int)
+    assert_type(tenuto.restart(), tenuto.Restart)
+    assert_type(tenuto.restart().skips(5), bool)
+    assert_type(tenuto.restart().batch_scale, float)
 
 
 def one_off(place: Path, state: dict[str, object]) -> None:

@@ -14,12 +14,14 @@ MOST: Final = 200
 """How many checkpoints are looked at: one that is older helps nobody."""
 
 
-def newest_healthy(repo: Repo, run: str) -> CheckpointId | None:
-    """Returns the newest checkpoint on the walk whose save has found nothing wrong, or has not looked; None if none of
-    the newest is, or the store does not answer: it is for a message alone. Passes over manifests that cannot be
-    read."""
+def newest_healthy(repo: Repo, run: str, *, before: int | None = None) -> CheckpointId | None:
+    """Returns the newest checkpoint on the walk, of those of steps below `before`, whose save has found nothing wrong,
+    or has not looked; None if none of the newest is, or the store does not answer. Passes over manifests that cannot
+    be read."""
     try:
         for id in islice(walk(repo, run), MOST):
+            if before is not None and id.step >= before:
+                continue
             try:
                 health = repo.manifest(id).health
             except (CheckpointNotFound, CorruptionError):

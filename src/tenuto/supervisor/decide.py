@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Final, Literal
 
+from tenuto.telemetry.last_words import LastWords
 from tenuto.units import count, seconds
 
-Kind = Literal["finished", "failed", "killed", "out of memory", "asked to leave", "hung"]
-"""How a start ended: with status 0; with another; by a signal; by the kernel for want of memory; by a signal that asks
-to leave, after which a training has saved; or stopped here, because it made no step."""
+Kind = Literal[
+    "finished", "asked to leave",
+    "failed", "killed", "hung", "out of memory", "unhealthy", "device", "disk full", "damaged",
+]  # fmt: skip
+"""How a start ended: with status 0; by a signal that asks to leave, after which a training has saved; with another
+status; by a signal; stopped here, because it made no step; for want of memory of the host or of a device; because
+values or loss went wrong; by an error of a device; on a full disk; or because no checkpoint can be restored."""
+CAUSES: Final[tuple[Kind, ...]] = (
+    "failed", "killed", "hung", "out of memory", "unhealthy", "device", "disk full", "damaged",
+)  # fmt: skip
+"""Those that nobody has asked for."""
 
 LASTING_S: Final = 60.0
 """A start of a program that reports no steps counts as progress if it lasted so long."""
@@ -21,7 +30,8 @@ HOUR_S: Final = 3600.0
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How one start of the training ended. Times are seconds of one clock. `step`: the last completed step, None where
-    the program reports none. `new`: whether it came further than every start before it."""
+    the program reports none. `new`: whether it came further than every start before it. `words`: the last words that
+    say most."""
 
     kind: Kind
     status: int
@@ -30,11 +40,12 @@ class Ending:
     step: int | None = None
     new: bool = False
     evidence: str = ""
+    words: LastWords | None = None
 
     @property
     def failed(self) -> bool:
         """Whether it is an end that nobody has asked for."""
-        return self.kind not in ("finished", "asked to leave")
+        return self.kind in CAUSES
 
     @property
     def progress(self) -> bool:
@@ -45,8 +56,9 @@ class Ending:
 class Limits:
     """How often a training is started again.
 
-    restarts: in all. per_hour: within any hour. in_vain: ends in a row without progress, after which another start
-    would hardly help. first_wait_s, longest_wait_s: before a restart after an end without progress, doubled each time.
+    restarts: in all. per_hour: within any hour; per_cause: of one cause. in_vain: ends in a row without progress, after
+    which another start would hardly help. first_wait_s, longest_wait_s: before a restart after an end without progress,
+    doubled each time. final: causes after which it is not started again.
     """
 
     restarts: int = 100
@@ -54,6 +66,8 @@ class Limits:
     in_vain: int = 3
     first_wait_s: float = 1.0
     longest_wait_s: float = 60.0
+    per_cause: Mapping[Kind, int] = field(default_factory=dict)
+    final: Collection[Kind] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +86,8 @@ def decide(endings: Sequence[Ending], limits: Limits) -> Decision:
         return Decision(False, "the training is done")
     if last.kind == "asked to leave":
         return Decision(False, f"it was asked to leave ({last.evidence}) and has left")
+    if last.kind in limits.final:
+        return Decision(False, f"{last.kind} ({last.evidence}), after which it is not to be started again")
     in_vain = _in_vain(endings)
     if in_vain >= limits.in_vain:
         return Decision(False, f"{count(in_vain, 'start')} in a row ended without a new step ({last.evidence})")
@@ -80,6 +96,9 @@ def decide(endings: Sequence[Ending], limits: Limits) -> Decision:
     recent = sum(last.ended_s - one.ended_s < HOUR_S for one in endings)
     if recent > limits.per_hour:
         return Decision(False, f"it ended {count(recent, 'time')} within an hour, more often than allowed")
+    alike = sum(last.ended_s - one.ended_s < HOUR_S and one.kind == last.kind for one in endings)
+    if alike > limits.per_cause.get(last.kind, alike):
+        return Decision(False, f"{last.kind} ({last.evidence}), {count(alike, 'time')} within an hour")
     wait_s = min(limits.first_wait_s * 2 ** (in_vain - 1), limits.longest_wait_s) if in_vain else 0.0
     return Decision(True, f"{last.kind} ({last.evidence})", wait_s)
 

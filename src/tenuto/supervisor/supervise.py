@@ -23,7 +23,10 @@ from tenuto.supervisor.chaos import Injector
 from tenuto.supervisor.decide import Ending, Kind, Limits, decide, silence_allowed, silence_words
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans, memory_kills
+from tenuto.supervisor.strategies import Recovery, cause_of, evidence_of, telling
+from tenuto.telemetry import last_words
 from tenuto.telemetry.heartbeat import ENDING, STARTING, TRAINING, VARIABLE, Beat, read_beats
+from tenuto.telemetry.last_words import LastWords
 from tenuto.units import count, seconds
 
 POLL_S: Final = 0.1
@@ -36,6 +39,8 @@ HUNG_GRACE_S: Final = 10.0
 """For what hangs, or was left behind: most that can still leave do so at once."""
 STATUS_HUNG: Final = 124
 """The status of one that was ended because it hung, and left with status 0."""
+STATUS_UNHEALTHY: Final = 1
+"""The status of one that stopped because of its values, by itself and with status 0: it has not finished."""
 RECENT_STEPS: Final = 50
 STACKS_S: Final = 10.0
 
@@ -83,6 +88,7 @@ class Supervisor:
     at_end: Callable[[], str | None] = lambda: None
     """Called when the training has failed for good; returns what was saved of it, in words."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    recovery: Recovery = field(default_factory=Recovery)
     injector: Injector | None = None
     quiet_stdout: bool = False
     """Whether the command's stdout goes to stderr."""
@@ -110,9 +116,13 @@ class Supervisor:
                 if not decision.restart:
                     reason = decision.reason
                     break
+                how = self.recovery.prepare(endings, self.report)
                 wait = f" in {seconds(decision.after_s)}" if decision.after_s else ""
-                self.report(f"{decision.reason}: started again{wait} (restart {len(endings)})")
-                self.journal.write("restarting", reason=decision.reason, after_s=decision.after_s, restart=len(endings))
+                more = f" {how}" if how else ""
+                self.report(f"{decision.reason}: started again{more}{wait} (restart {len(endings)})")
+                self.journal.write(
+                    "restarting", reason=decision.reason, how=how, after_s=decision.after_s, restart=len(endings)
+                )
                 if self._asked_within(decision.after_s):
                     reason = f"{signal.Signals(self._asked[0]).name} came while it was down ({decision.reason})"
                     break
@@ -143,8 +153,8 @@ class Supervisor:
             kills = memory_kills()
             started_s = time.monotonic()
             out = sys.stderr if self.quiet_stdout else None
-            environment = {**self.environment, VARIABLE: name, "TENUTO_RESTART": str(number - 1)}
-            tree = ProcessTree(self.command, environment, out)
+            environment = {**self.environment, VARIABLE: name, **self.recovery.next.variables()}
+            tree = ProcessTree(self.recovery.command(self.command), environment, out)
             self.journal.write("started", start=number, pid=tree.pid)
             steps = Steps()
             hung = self._watched(tree, beats, steps, began_s)
@@ -159,12 +169,15 @@ class Supervisor:
             if hung is not None and not code:
                 code = STATUS_HUNG
             ended_s = time.monotonic()
-        kind, evidence = self._kind(-9 if code is None else code, hung, memory_kills() > kills)
+            words = telling(last_words.read(beats))
+        kind, evidence = self._kind(-9 if code is None else code, hung, memory_kills() > kills, words, steps.ranks)
+        if kind == "unhealthy" and not code:
+            code = STATUS_UNHEALTHY
         new = steps.newest is not None and steps.newest > self._reached
         if steps.newest is not None:
             self._reached = max(self._reached, steps.newest)
         shell = _shell_status(code)
-        ending = Ending(kind, shell, started_s, ended_s, steps.newest, new, evidence)
+        ending = Ending(kind, shell, started_s, ended_s, steps.newest, new, evidence, words)
         if ending.failed and self._died_s is None:
             self._died_s = ended_s
         self.journal.write(
@@ -245,9 +258,13 @@ class Supervisor:
             if not done.returncode:
                 self.journal.write("stack", pid=pid, stack=done.stdout.splitlines())
 
-    def _kind(self, code: int, hung: str | None, memory: bool) -> tuple[Kind, str]:
+    def _kind(
+        self, code: int, hung: str | None, memory: bool, words: LastWords | None = None, ranks: int = 1
+    ) -> tuple[Kind, str]:
         if hung is not None and not self._asked:
             return "hung", hung
+        if words is not None and words.unhealthy and not self._asked:
+            return "unhealthy", words.message
         if code == 0:
             return ("asked to leave", signal.Signals(self._asked[0]).name) if self._asked else ("finished", "status 0")
         number = -code if code < 0 else code - 128
@@ -258,6 +275,8 @@ class Supervisor:
         if code < 0 or (number == signal.SIGKILL and code > 128):
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             return "killed", name
+        if words is not None:
+            return cause_of(words), evidence_of(words, ranks)
         return "failed", f"status {code}"
 
     # -- signals -------------------------------------------------------------------------------------------------------
@@ -293,6 +312,7 @@ class Steps:
     def __init__(self) -> None:
         self.newest: int | None = None
         """The highest step that it came to."""
+        self.ranks = 0
         self.phase = STARTING
         self.last_s = time.monotonic()
         """When it last made a step, or was not expected to make any."""
@@ -306,6 +326,7 @@ class Steps:
                 latest[beat.rank] = beat
         if not latest:
             return
+        self.ranks = max(self.ranks, len(latest))
         slowest = min(latest.values(), key=lambda beat: beat.step)
         was = self.phase
         self.phase = STARTING if any(beat.phase == STARTING for beat in latest.values()) else slowest.phase

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tenuto.telemetry.last_words import LastWords, of_error, when_uncaught, write
+
 VARIABLE: Final = "TENUTO_HEARTBEAT"
 STARTING, TRAINING, ENDING = "starting", "training", "ending"
 _PHASES: Final = (STARTING, TRAINING, ENDING)
@@ -38,10 +40,16 @@ class Beat:
 
 
 class Heartbeat:
-    """One process's beats. Without a directory to write to it does nothing."""
+    """One process's beats, and its last words. Without a directory to write to it does nothing."""
 
-    def __init__(self, directory: Path | None, rank: int) -> None:
+    def __init__(self, directory: Path | None, rank: int, *, where: str = "", run: str = "") -> None:
+        """`where`, `run`: what the process trains, for its last words."""
         self._rank = rank
+        self._where, self._run = where, run
+        self._directory = directory
+        self._step = 0
+        self._ended_unhealthy = False
+        """Whether it has said so: the error that follows from it explains less."""
         self._pid = os.getpid()
         self._sequence = 0
         self._memory: mmap.mmap | None = None
@@ -62,18 +70,43 @@ class Heartbeat:
         self.beat(0, STARTING)
 
     @classmethod
-    def from_environment(cls, rank: int, environment: Mapping[str, str] = os.environ) -> Heartbeat:
+    def from_environment(
+        cls, rank: int, environment: Mapping[str, str] = os.environ, *, where: str = "", run: str = ""
+    ) -> Heartbeat:
+        """Beats for whoever supervises this process, and tells it of the error that nothing here catches."""
         directory = environment.get(VARIABLE)
-        return cls(Path(directory) if directory else None, rank)
+        beats = cls(Path(directory) if directory else None, rank, where=where, run=run)
+        if beats.on:
+            when_uncaught(beats.failed)
+        return beats
 
     def beat(self, step: int, phase: str = TRAINING) -> None:
         if self._memory is None or os.getpid() != self._pid:
             return
         self._sequence += 1
+        self._step = step
         fields = (self._sequence, self._pid, self._rank, step, _PHASES.index(phase), time.monotonic_ns())
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
         self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(self._sequence)
+
+    def failed(self, error: BaseException) -> None:
+        """Says which error ends this process, if it is one."""
+        found = of_error(error)
+        if found is not None:
+            self._say(found[0], found[1], self._step)
+
+    def unhealthy(self, message: str, step: int) -> None:
+        """Says that training ends because its values or its loss are wrong since `step`, at the latest."""
+        self._say(message, (), step, unhealthy=True)
+
+    def _say(self, message: str, errors: tuple[str, ...], step: int, *, unhealthy: bool = False) -> None:
+        if not self.on or self._directory is None or os.getpid() != self._pid or (self._ended_unhealthy and errors):
+            return
+        self._ended_unhealthy = unhealthy
+        named = {"where": self._where, "run": self._run}
+        at_s = time.monotonic()
+        write(self._directory, LastWords(self._pid, self._rank, step, at_s, message, unhealthy, errors, **named))
 
 
 def read_beats(directory: Path) -> Iterator[Beat]:

@@ -109,7 +109,8 @@ class Checkpointer:
       retention keeps the newest healthy one beside it. False: nothing is looked at.
     - `on_unhealthy`: what happens, at the next step, once such a save is committed or a logged metric that falls, such
       as a loss, jumps up or diverges: a function of a `tenuto.Unhealthy`, called on rank 0, or "stop", which ends the
-      loop as `stop` does (of one process, and not for a single jump). None: a warning of such a save.
+      loop as `stop` does, of several ranks at a step that all can still agree on (not for a single jump). None: a
+      warning of such a save.
     - `ranks`: the processes of this job, if torch.distributed does not know them (`tenuto.SharedFiles`). All of them
       give the same arguments, and save, tag and `stop` at the same steps; they agree on what only one can know (a
       clock, a signal, a metric).
@@ -439,6 +440,7 @@ class Checkpointer:
         new is saved, and the other ranks hear of it.
         """
         if failed is not None and self._training is not None and not self._closed:
+            self._training.saving.heartbeat.failed(failed)
             self._training.saving.group.broken_off(failed)
         self._close(timeout, ended_well=failed is None)
 

@@ -208,13 +208,8 @@ class RunSaver:
                 warn=self.report,
                 group=group,
             )
-        if settings.on_unhealthy == "stop" and not group.acts_at_once:
-            raise UsageError(
-                "on_unhealthy='stop' is for one process: of several ranks only the coordinator learns of it",
-                subject="on_unhealthy",
-                hint="pass a function, which is called on rank 0, and let it tell the others",
-            )
         unlock(repo, settings.key, writing=True)
+        self.heartbeat = Heartbeat.from_environment(group.rank, where=repo.url, run=run)
         protocol = group.protocol(repo)
         self.saver = Saver(
             repo,
@@ -238,6 +233,7 @@ class RunSaver:
             modes=settings.modes,
             report=self.report,
             acts=group.coordinates,
+            ends=self.heartbeat.unhealthy,
         )
         self.admission = SaveAdmission(
             self.saver, run, emitter, skip=settings.on_busy == "skip", group=group, missed=protocol.missed
@@ -256,7 +252,6 @@ class RunSaver:
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
         self._optimum = OptimumFacts.of(settings.save)
-        self._heartbeat = Heartbeat.from_environment(group.rank)
         self._reported_stuck: Save | None = None
         self._loss: RanksError | None = None
         """The loss because of which the run is given back: for good, even if the ranks could meet again."""
@@ -296,7 +291,7 @@ class RunSaver:
         self.first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
         self.totals.begin()
-        self._heartbeat.beat(first_step)
+        self.heartbeat.beat(first_step)
         self.tiers.begin(attempt)
         if self._optimum is not None and self._coordinates:
             self._optimum.begin(self.repo, self.run, attempt.number)
@@ -309,8 +304,8 @@ class RunSaver:
             self._lost(self._loss)
 
     def decide(self, moment: Moment) -> Decision:
-        if self._heartbeat.on:
-            self._heartbeat.beat(moment.step, ENDING if moment.ending else TRAINING)
+        if self.heartbeat.on:
+            self.heartbeat.beat(moment.step, ENDING if moment.ending else TRAINING)
         self._unlogged.asked(moment, self.first_step, self._judging)
         waits = not self.saver.free
         if waits:
@@ -445,7 +440,7 @@ class RunSaver:
 
     def leave(self, step: int) -> None:
         """Says that this process is about to give the run back, which others then wait for."""
-        self._heartbeat.beat(step, ENDING)
+        self.heartbeat.beat(step, ENDING)
         if self.attempt is not None:
             self.attempt.leave()
 

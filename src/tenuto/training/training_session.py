@@ -521,9 +521,9 @@ class TrainingSession:
         if self._probe is not None:
             self._probe.completed()
         log_lines.flush()
-        self.stopping = (self.saving.health.hears and self.saving.health.act()) or self.stopping
-        group = self.saving.group
+        group, unwell = self.saving.group, self.saving.health.hears and self.saving.health.act()
         signal = group.completed(self.step, self._preemption.signal, ending=ending or self.stopping)
+        self.stopping = group.stops(unwell) or self.stopping
         moment = self._moment(
             epoch_ended=epoch_ended, ending=ending or signal is not None or self.stopping, signal=signal
         )

@@ -54,8 +54,11 @@ class HealthReports:
         modes: Mapping[str, str],
         report: Callable[[str], None],
         acts: bool,
+        ends: Callable[[str, int], None] = lambda message, step: None,
     ) -> None:
-        """`act`: as `Checkpointer.on_unhealthy`; `acts`: whether this rank calls it."""
+        """`act`: as `Checkpointer.on_unhealthy`; `acts`: whether this rank calls it. `ends`: called with what went
+        wrong, and at which step, where training ends because of it."""
+        self._ends = ends
         self._repo = repo
         self._run = run
         self._act = act if acts else None
@@ -110,8 +113,13 @@ class HealthReports:
         while self._found:
             found = self._found.popleft()
             if callable(self._act):
-                self._act(found)
+                try:
+                    self._act(found)
+                except BaseException:
+                    self._ends(found.message, found.step)
+                    raise
             elif found.what != "spike":  # a single spike is no reason to end
                 self._report(f"training stops: {found.message}; {way_back(self._repo.url, found.last_healthy)}")
+                self._ends(found.message, found.step)
                 stop = True
         return stop

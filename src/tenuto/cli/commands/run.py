@@ -17,6 +17,7 @@ from tenuto.errors import UsageError
 if TYPE_CHECKING:
     from tenuto.supervisor.chaos import Injector
     from tenuto.supervisor.decide import Limits
+    from tenuto.supervisor.strategies import Recovery
     from tenuto.supervisor.supervise import Account, Watch
 
 EXAMPLES = examples(
@@ -35,6 +36,10 @@ def run(
     per_hour: Annotated[int, typer.Option(metavar="N", help="Ends within an hour.")] = 12,
     in_vain: Annotated[int, typer.Option(metavar="N", help="Ends in a row without a new step.")] = 3,
     hang: Annotated[str, typer.Option(metavar="TIME", help="Without a step; `off`; else learnt.")] = "",
+    on: Annotated[
+        list[str] | None, typer.Option("--on", metavar="CAUSE=HOW[:N]", help="What to do, N times an hour at most.")
+    ] = None,
+    ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help="To leave in, when asked to.")] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",
     journal: Annotated[str, typer.Option(metavar="FILE", help="Where to note what happens.")] = "",
@@ -47,16 +52,20 @@ def run(
     script does, from memory or the newest checkpoint. Signals are passed on, and after one that asks to leave it is not
     started again. The exit status is the command's. A program without a Checkpointer is restarted too, and never hangs.
     """
+    from tenuto.cli.console import remedies
     from tenuto.model.sizes import parse_time
     from tenuto.supervisor.decide import Limits
+    from tenuto.supervisor.strategies import Recovery, written
     from tenuto.supervisor.supervise import Watch, summary
 
     for name, value in (("--restarts", restarts), ("--per-hour", per_hour), ("--in-vain", in_vain)):
         if value < (0 if name == "--restarts" else 1):
             raise UsageError(f"{name} {value} makes no sense", subject=name, hint=f"{name} 3")
+    rules, sizes = written(on or ()), sizes_of(ranks, command)
+    final = [cause for cause, strategy in rules.table.items() if strategy == "stop"]
     account = supervised(
         command,
-        Limits(restarts, per_hour, in_vain),
+        Limits(restarts, per_hour, in_vain, per_cause=rules.most, final=final),
         Watch(
             hang_s=hang_of(hang),
             grace_s=parse_time(grace, "--grace"),
@@ -64,7 +73,8 @@ def run(
         ),
         journal=journal,
         json=json,
-        at_end=lambda: _flush(where),
+        at_end=lambda: remedies.flush(where, _line),
+        recovery=Recovery(rules, remedies.roll_back, remedies.repair, sizes),
     )
     if json:
         output.document("run", document_of(account))
@@ -82,6 +92,22 @@ def hang_of(text: str) -> float | None:
     return None if not text else 0.0 if text == "off" else parse_time(text, "--hang")
 
 
+def sizes_of(text: str, command: Sequence[str]) -> list[int]:
+    """Returns the numbers of ranks of `--ranks`, the largest first. Raises UsageError where the command has no place
+    for them, or none is given for one that it has."""
+    from tenuto.supervisor.strategies import RANKS
+
+    there = any(RANKS in word for word in command)
+    sizes = sorted({int(one) for one in text.split(",") if one.strip().isdecimal()}, reverse=True)
+    if bool(text) != there or bool(text) != bool(sizes) or 0 in sizes:
+        raise UsageError(
+            f"--ranks {text or 'is missing'}, and the command {'has' if there else 'has no'} {RANKS}",
+            subject="--ranks",
+            hint="tenuto run --ranks 8,4 -- torchrun --nproc-per-node {ranks} train.py",
+        )
+    return sizes
+
+
 def supervised(
     command: Sequence[str],
     limits: Limits,
@@ -90,16 +116,19 @@ def supervised(
     journal: str,
     json: bool,
     at_end: Callable[[], str | None] = lambda: None,
+    recovery: Recovery | None = None,
     injector: Injector | None = None,
 ) -> Account:
     """Runs a command to its end, with a line on stderr for what happens. Raises UsageError where it cannot be run."""
     from tenuto.supervisor.journal import Journal, default_path
+    from tenuto.supervisor.strategies import Recovery
     from tenuto.supervisor.supervise import Supervisor
 
     path = Path(journal) if journal else default_path(os.getpid())
     supervisor = Supervisor(
-        command, limits, watch, Journal(path, _line), _line, at_end=at_end, quiet_stdout=json, injector=injector
-    )
+        command, limits, watch, Journal(path, _line), _line, at_end=at_end, quiet_stdout=json, injector=injector,
+        recovery=recovery or Recovery(),
+    )  # fmt: skip
     try:
         return supervisor.run()
     except (FileNotFoundError, PermissionError) as error:
@@ -113,24 +142,6 @@ def supervised(
 def _line(text: str) -> None:
     """Says it between the lines of the command itself."""
     output.story(f"tenuto: {text}")
-
-
-def _flush(where: str) -> str | None:
-    """Writes the newest state that dead processes have left in memory to the repository, for each of its runs."""
-    from tenuto.errors import NotARepository
-    from tenuto.maintenance.flush import execute, plan_flush
-    from tenuto.repo.repository import Repo
-    from tenuto.store.registry import open_store
-
-    if not where:
-        return None
-    try:
-        repo = Repo.open(open_store(where))
-    except NotARepository:
-        return None
-    written = [execute(repo, plan, report=_line) for run in repo.runs() if (plan := plan_flush(repo, run)).chosen]
-    saved = ", ".join(str(one.id) for one in written if one is not None)
-    return f"saved from memory: {saved}" if saved else None
 
 
 def document_of(account: Account) -> dict[str, Any]:

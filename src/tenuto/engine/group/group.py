@@ -45,6 +45,7 @@ from tenuto.store.registry import open_store
 from tenuto.version import __version__
 
 _CAME: Final = " came"
+_STOPS: Final = "training stops"
 FAREWELL_S: Final = 60.0
 """How long the end of training waits for all ranks at most: the key-value store may go with the first that leaves."""
 
@@ -94,6 +95,7 @@ class JobGroup:
         self._requested = False
         """Whether a save was requested and has not been taken yet."""
         self._step = -1
+        self._wants_to_stop = False
         self._agreed: str | None = None
         """Why all ranks save at this step, where they have agreed to."""
 
@@ -304,6 +306,12 @@ class JobGroup:
             return self._agreed.removesuffix(_CAME)
         return signal if ending else None
 
+    def stops(self, wanted: bool) -> bool:
+        self._wants_to_stop |= wanted
+        if self._wants_to_stop and self._agreed != _STOPS:
+            self._propose(_STOPS)
+        return self._agreed == _STOPS
+
     def decide(self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None) -> Decision:
         """Decides whether all ranks save this step. What the coordinator decides for all is saved at a later step, and
         so is what replaces a `torn` save."""
@@ -320,10 +328,10 @@ class JobGroup:
         return decision
 
     def _propose(self, reason: str) -> None:
-        """Requests a save, once until it comes. An agreed save that is still to come will do; not for a signal, which
-        all ranks act upon only where it is the reason of the save."""
+        """Requests a save, once until it comes. An agreed save that is still to come will do; not for a signal and for
+        a stop, which all ranks act upon only where it is the reason of the save."""
         coming = self.agreement.agreed_save
-        if coming is not None and (coming.reason.endswith(_CAME) or not reason.endswith(_CAME)):
+        if coming is not None and (_ends(coming.reason) or not _ends(reason)):
             return
         if not self._requested:
             self._requested = True
@@ -380,6 +388,10 @@ class JobGroup:
             except RanksError as error:
                 self._gone = self._gone or error.message
                 self._emitter.emit(Warned(f"not all ranks have reached the end: {error.message}", self._run))
+
+
+def _ends(reason: str) -> bool:
+    return reason == _STOPS or reason.endswith(_CAME)
 
 
 def _are_alike(members: Sequence[bytes]) -> bool:

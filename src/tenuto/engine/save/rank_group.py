@@ -144,6 +144,11 @@ class RankGroup(Protocol):
         come to this process, if any; `ending`: no step follows."""
         ...
 
+    def stops(self, wanted: bool) -> bool:
+        """Returns whether training stops after the step that was completed last, on all ranks. `wanted`: whether this
+        rank asks for it, now or at an earlier step."""
+        ...
+
     def decide(self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None) -> Decision:
         """Decides whether this step is saved. `torn`: a save that failed, to be replaced by the next one."""
         ...
@@ -256,6 +261,9 @@ class SoloGroup:
 
     def completed(self, step: int, signal: str | None, *, ending: bool) -> str | None:
         return signal
+
+    def stops(self, wanted: bool) -> bool:
+        return wanted
 
     def decide(self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None) -> Decision:
         decision = policy.whole.decide(moment, history)

@@ -23,7 +23,10 @@ FILE: Final = "tenuto.toml"
 VARIABLE: Final = "TENUTO_CONFIG"
 """Names the file, instead of the first one from the working directory upwards."""
 PREFIX: Final = "TENUTO_"
-_OTHERS: Final = (VARIABLE, "TENUTO_CERTIFY", "TENUTO_HEARTBEAT", "TENUTO_RESTART")
+_OTHERS: Final = (
+    VARIABLE, "TENUTO_CERTIFY", "TENUTO_HEARTBEAT", "TENUTO_RESTART", "TENUTO_RESTART_CAUSE", "TENUTO_BATCH_SCALE",
+    "TENUTO_SKIP_STEPS",
+)  # fmt: skip
 _CREDENTIAL: Final = re.compile(
     r"[a-z][a-z0-9+.-]*://"
     r"(?:[^/@]*:[^/@]*@|[^?]*\?(?:.*[&;])?[^=&;]*(?:sig|token|secret|passw|credential|key|sas)[^=&;]*=)",

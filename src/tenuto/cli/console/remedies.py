@@ -1,0 +1,62 @@
+"""What `tenuto run` does to a repository between two starts of its training: roll back, repair, save what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tenuto.telemetry.last_words import LastWords
+
+Report = Callable[[str], None]
+
+
+def roll_back(words: LastWords, before: int) -> int | None:
+    """Has the run go on from its newest healthy checkpoint before a step, and returns that one's step; None where there
+    is none. Raises TenutoError."""
+    from tenuto.history.rollback import LONGEST, execute, plan_rollback
+    from tenuto.repo.health import newest_healthy
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
+
+    repo = Repo.open(open_store(words.where))
+    to = newest_healthy(repo, words.run, before=before)
+    if to is None:
+        return None
+    execute(repo, plan_rollback(repo, words.run, to, reason=words.message[:LONGEST]))
+    return to.step
+
+
+def repair(words: LastWords) -> str:
+    """Repairs what is damaged in the run's repository, and returns in words how much. Raises TenutoError."""
+    from tenuto.maintenance.repair import execute
+    from tenuto.maintenance.repair_plan import plan_repair
+    from tenuto.maintenance.repair_sources import Sources
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
+    from tenuto.units import count
+
+    with Sources.of(Repo.open(open_store(words.where)), ()) as sources:
+        plan = plan_repair(sources)
+        if not plan.repairs:
+            return "after a repair that found nothing to repair from"
+        return f"after the repair of {count(len(execute(sources, plan).repaired), 'object')}"
+
+
+def flush(where: str, report: Report) -> str | None:
+    """Writes the newest state that dead processes have left in memory to the repository, for each of its runs; returns
+    in words what was saved. Raises TenutoError."""
+    from tenuto.errors import NotARepository
+    from tenuto.maintenance.flush import execute, plan_flush
+    from tenuto.repo.repository import Repo
+    from tenuto.store.registry import open_store
+
+    if not where:
+        return None
+    try:
+        repo = Repo.open(open_store(where))
+    except NotARepository:
+        return None
+    written = [execute(repo, plan, report=report) for run in repo.runs() if (plan := plan_flush(repo, run)).chosen]
+    saved = ", ".join(str(one.id) for one in written if one is not None)
+    return f"saved from memory: {saved}" if saved else None
