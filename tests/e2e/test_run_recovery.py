@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 import tenuto
-from support.supervised import events, finished
+from support.supervised import await_that, events, finished, lives, started
 
 
 def test_a_loss_that_is_nan_takes_the_run_back_and_the_script_skips_the_batch(tmp_path: Path) -> None:
@@ -116,3 +119,84 @@ print(ranks)
     done = finished(tmp_path, script, "--ranks", "4,2", arguments=["{ranks}"])
     assert done.returncode == 0, done.stderr
     assert done.stdout == "2\n" and "started again with 2 ranks" in done.stderr
+
+
+RANKS = """
+import os, signal, time, numpy as np, tenuto, torch, torch.distributed as dist
+from tenuto import every
+dist.init_process_group("gloo")
+rank, start, total = dist.get_rank(), os.environ["TENUTO_RESTART"], torch.zeros(1000)
+with tenuto.Checkpointer("ckpts", {"total": total}, save=every(steps=1000), memory=every(steps=1)) as ckpt:
+    for step in ckpt.steps(20):
+        part = torch.full((1000,), float(step * (rank + 1)))
+        dist.all_reduce(part)
+        total += part
+        if rank == 1 and (start, step) == ("0", 7):
+            while ckpt.stats.kept_in_memory < 6:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and (start, step) == ("1", 12):
+            time.sleep(1000)
+if rank == 0:
+    print(start, ckpt.step, total[0].item())
+"""
+
+
+@pytest.mark.long
+def test_of_a_job_under_torchrun_one_rank_is_killed_and_one_hangs(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = finished(tmp_path, RANKS, "--hang", "6s", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"2 20 {3.0 * sum(range(20))}"
+    assert done.stderr.count("tenuto: resumed run main at step") == 2 and "from memory" in done.stderr
+    assert "no step after step 12 for" in done.stderr
+    assert [one["kind"] for one in events(tmp_path) if one["event"] == "died"] == ["failed", "hung"]
+
+
+ENDLESS = """
+import os, numpy as np, tenuto, pathlib, time
+from tenuto import every
+state = {"w": np.zeros(100)}
+with tenuto.Checkpointer("ckpts", state, save=every(steps=10), memory=MEMORY, takeover=True, wait_for_owner=0.5) as ckpt:
+    for step in ckpt.steps(10**6 if not pathlib.Path("enough").exists() else ckpt.step + 25):
+        state["w"] += 1
+        pathlib.Path("new").write_text(f"{os.getpid()} {ckpt.stats.committed} {ckpt.stats.kept_in_memory}")
+        os.replace("new", "now")
+        time.sleep(0.005)
+"""
+
+
+def now(directory: Path) -> list[int]:
+    return list(map(int, (directory / "now").read_text().split())) if (directory / "now").exists() else [0, 0, 0]
+
+
+def test_a_zombie_of_a_killed_supervisor_commits_nothing_once_its_run_is_taken(tmp_path: Path) -> None:
+    first = started(tmp_path, ENDLESS.replace("MEMORY", "None"))
+    await_that(lambda: now(tmp_path)[1] > 0)
+    zombie = now(tmp_path)[0]
+    os.kill(zombie, signal.SIGSTOP)
+    first.kill()  # its child is asked to leave, and cannot hear that yet
+    (tmp_path / "enough").touch()
+    done = finished(tmp_path, ENDLESS.replace("MEMORY", "None"))
+    assert done.returncode == 0, done.stderr
+    repository = tenuto.Repository(tmp_path / "ckpts")
+    newest = repository.latest()
+    os.kill(zombie, signal.SIGCONT)  # it hears now, and wants to save
+    _, err = first.communicate(timeout=60)
+    assert "XX" in err
+    await_that(lambda: not lives(zombie))
+    assert repository.latest() == newest
+    assert repository.log().points[0].id == newest
+
+
+def test_what_a_killed_supervisor_and_its_training_left_in_memory_is_saved_by_the_next_one(tmp_path: Path) -> None:
+    first = started(tmp_path, ENDLESS.replace("MEMORY", "every(steps=1)").replace("steps=10)", "steps=10**6)"))
+    await_that(lambda: now(tmp_path)[2] > 5)
+    training = now(tmp_path)[0]
+    os.kill(training, signal.SIGSTOP)
+    first.kill()
+    os.kill(training, signal.SIGKILL)
+    first.communicate(timeout=60)
+    done = finished(tmp_path, "raise SystemExit(3)", "--in-vain", "1", "--where", "ckpts")
+    assert done.returncode == 3 and "saved from memory: main/" in done.stderr, done.stderr
+    assert tenuto.load(tmp_path / "ckpts").state["w"][0] >= 5

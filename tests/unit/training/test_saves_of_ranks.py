@@ -193,3 +193,26 @@ def test_a_share_of_the_first_ranks_time_says_when_all_save(tmp_path: Path) -> N
     bearing = [reason for reason in more if "since the last save bear another" in reason]
     assert 3 <= len(bearing) <= 4, "one may have been wished for before"
     assert more in (bearing, [*bearing, "stop() was called"])
+
+
+def test_where_the_first_rank_finds_nan_all_stop_at_one_step_and_save_it(tmp_path: Path) -> None:
+    barrier = threading.Barrier(2, timeout=PATIENCE_S)
+
+    def work(ranks: Any) -> int:
+        with tenuto.Checkpointer(
+            tmp_path,
+            {"w": np.ones(3)},
+            save=every(steps=100_000),
+            on_unhealthy="stop",
+            ranks=ranks,
+            ranks_timeout=PATIENCE_S,
+            log="silent",
+        ) as ckpt:
+            for step in ckpt.steps(50_000):
+                barrier.wait()
+                ckpt.log(loss=np.nan if step >= 5 and ranks.rank == 0 else 1.0)
+        return ckpt.step
+
+    one, other = raised(together(2, work))
+    assert one == other and 5 < one < 50_000
+    assert tenuto.Repository(tmp_path).latest_step() == one
