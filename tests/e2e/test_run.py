@@ -42,10 +42,11 @@ print(start, ckpt.step, state["w"][0])
     assert "2 restarts (1 x killed, 1 x hung)" in done.stderr
     found = events(tmp_path)
     assert [one["event"] for one in found if one["event"] != "stack"] == [
-        "supervising", "started", "died", "restarting", "started", "recovered", "died", "restarting", "started",
-        "recovered", "left", "ended",
+        "supervising", "started", "training", "died", "restarting", "started", "resumed", "recovered", "died",
+        "restarting", "started", "resumed", "recovered", "left", "ended",
     ]  # fmt: skip
     assert [one["step"] for one in found if one["event"] == "died"] == [7, 12]
+    assert [one["where"] for one in found if one["event"] == "training"] == [str(tmp_path / "ckpts")]
 
 
 def test_one_that_dies_at_once_again_and_again_is_given_up_with_its_status(tmp_path: Path) -> None:

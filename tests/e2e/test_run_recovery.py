@@ -156,8 +156,8 @@ def test_of_a_job_under_torchrun_one_rank_is_killed_and_one_hangs(tmp_path: Path
 ENDLESS = """
 import os, numpy as np, tenuto, pathlib, time
 from tenuto import every, on
-state = {"w": np.zeros(100)}
-with tenuto.Checkpointer("ckpts", state, save=every(steps=10) | on.signal(), memory=MEMORY, takeover=True, wait_for_owner=0.5) as ckpt:
+state, save = {"w": np.zeros(100)}, every(steps=10) | on.signal()
+with tenuto.Checkpointer("ckpts", state, save=save, memory=MEMORY, takeover=True, wait_for_owner=0.5) as ckpt:
     for step in ckpt.steps(10**6 if not pathlib.Path("enough").exists() else ckpt.step + 25):
         state["w"] += 1
         pathlib.Path("new").write_text(f"{os.getpid()} {ckpt.stats.committed} {ckpt.stats.kept_in_memory}")

@@ -25,7 +25,7 @@ from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans, memory_kills
 from tenuto.supervisor.strategies import Recovery, cause_of, evidence_of, telling
 from tenuto.telemetry import last_words
-from tenuto.telemetry.heartbeat import ENDING, STARTING, TRAINING, VARIABLE, Beat, read_beats
+from tenuto.telemetry.heartbeat import ENDING, STARTING, TRAINING, VARIABLE, Beat, read_beats, read_run
 from tenuto.telemetry.last_words import LastWords
 from tenuto.units import count, seconds
 
@@ -85,8 +85,9 @@ class Supervisor:
     watch: Watch
     journal: Journal
     report: Callable[[str], None]
-    at_end: Callable[[], str | None] = lambda: None
-    """Called when the training has failed for good; returns what was saved of it, in words."""
+    at_end: Callable[[Sequence[str]], str | None] = lambda places: None
+    """Called when the training has failed for good, with the places of the runs that it trained; returns what was saved
+    of it, in words."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     recovery: Recovery = field(default_factory=Recovery)
     injector: Injector | None = None
@@ -94,6 +95,8 @@ class Supervisor:
     """Whether the command's stdout goes to stderr."""
     _asked: list[int] = field(default_factory=list)
     _to_pass_on: deque[int] = field(default_factory=deque)
+    _trained: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Places and runs that it trains, in order."""
     _reached: int = 0
     _died_s: float | None = None
     _lost_s: float = 0.0
@@ -137,7 +140,7 @@ class Supervisor:
 
     def _save_what_is_left(self) -> str | None:
         try:
-            saved = self.at_end()
+            saved = self.at_end(list(dict.fromkeys(where for where, _ in self._trained)))
         except TenutoError as error:
             self.report(f"what lies in memory could not be saved: {error}")
             return None
@@ -157,12 +160,11 @@ class Supervisor:
             tree = ProcessTree(self.recovery.command(self.command), environment, out)
             self.journal.write("started", start=number, pid=tree.pid)
             steps = Steps()
-            hung = self._watched(tree, beats, steps, began_s)
+            hung = self._watched(tree, beats, steps, began_s, number)
             status = tree.wait(0)
             if hung is None and status is None:
                 raise AssertionError("it is neither hung nor has it ended")
-            steps.take(list(read_beats(beats)), time.monotonic())
-            self._note_progress(steps)
+            self._take(steps, beats, list(read_beats(beats)), time.monotonic(), number)
             # What was asked to leave has had its time. What hangs leaves at once, if it can.
             tree.end(0.0 if self._asked else min(self.watch.grace_s, HUNG_GRACE_S))
             code = tree.wait(0)
@@ -187,7 +189,7 @@ class Supervisor:
         )  # fmt: skip
         return ending
 
-    def _watched(self, tree: ProcessTree, beats: Path, steps: Steps, began_s: float) -> str | None:
+    def _watched(self, tree: ProcessTree, beats: Path, steps: Steps, began_s: float, number: int) -> str | None:
         """Watches until the command ends (None), or is to be ended: the evidence."""
         looked_s = time.monotonic()
         left_s: float | None = None
@@ -209,8 +211,7 @@ class Supervisor:
                 continue
             looked_s = now_s
             tree.reap()
-            steps.take(_of_the_living(read_beats(beats)), now_s)
-            self._note_progress(steps)
+            self._take(steps, beats, _of_the_living(read_beats(beats)), now_s, number)
             if left_s is None and (evidence := self._hung(steps, now_s)) is not None:
                 self._note_stacks(tree, evidence)
                 return evidence
@@ -224,6 +225,18 @@ class Supervisor:
         struck = self.injector.strike(tree, training)
         if struck is not None:
             self.journal.write("injected", kind=struck[0].kind, due_s=round(struck[0].at_s, 3), pid=struck[1])
+
+    def _take(self, steps: Steps, beats: Path, latest: Sequence[Beat], now_s: float, number: int) -> None:
+        """Takes what ranks last did, and notes what is new: what is trained, where it resumed, how far it came."""
+        began = steps.began
+        steps.take(latest, now_s)
+        trained = read_run(beats)
+        if trained is not None and trained not in self._trained:
+            self._trained[trained] = None
+            self.journal.write("training", where=trained[0], run=trained[1])
+        if began is None and steps.began is not None and number > 1:
+            self.journal.write("resumed", start=number, step=steps.began)
+        self._note_progress(steps)
 
     def _note_progress(self, steps: Steps) -> None:
         """Counts the time since the last death as lost once there is a step that nobody had come to before."""
@@ -312,6 +325,8 @@ class Steps:
     def __init__(self) -> None:
         self.newest: int | None = None
         """The highest step that it came to."""
+        self.began: int | None = None
+        """The step that it resumed at, as far as the first look has seen it."""
         self.ranks = 0
         self.phase = STARTING
         self.last_s = time.monotonic()
@@ -330,6 +345,8 @@ class Steps:
         slowest = min(latest.values(), key=lambda beat: beat.step)
         was = self.phase
         self.phase = STARTING if any(beat.phase == STARTING for beat in latest.values()) else slowest.phase
+        if self.began is None and self.phase != STARTING:
+            self.began = slowest.step
         if slowest.step != self._at:
             # From one step to a higher one. A first step may be that of a resume, and a launcher may have gone back.
             if self._at is not None and slowest.step > self._at and was == TRAINING:

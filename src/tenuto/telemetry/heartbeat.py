@@ -19,6 +19,8 @@ from tenuto.telemetry.last_words import LastWords, of_error, when_uncaught, writ
 
 VARIABLE: Final = "TENUTO_HEARTBEAT"
 STARTING, TRAINING, ENDING = "starting", "training", "ending"
+RUN_FILE: Final = "run"
+"""Beside the beats: where the first rank's checkpoints lie and, on a line of its own, the run's name."""
 _PHASES: Final = (STARTING, TRAINING, ENDING)
 _MAGIC: Final = b"tenuto beat 1\n\0\0"
 _FIELDS: Final = struct.Struct("<qqqqqq")
@@ -64,6 +66,8 @@ class Heartbeat:
                 self._memory = mmap.mmap(descriptor, _BYTES)
             finally:
                 os.close(descriptor)
+            if where and not rank:
+                (directory / RUN_FILE).write_text(f"{where}\n{run}")
         except OSError:
             return  # the supervisor is gone, or its directory: it is told of nothing, and training continues
         self.on = True
@@ -107,6 +111,15 @@ class Heartbeat:
         named = {"where": self._where, "run": self._run}
         at_s = time.monotonic()
         write(self._directory, LastWords(self._pid, self._rank, step, at_s, message, unhealthy, errors, **named))
+
+
+def read_run(directory: Path) -> tuple[str, str] | None:
+    """Returns where the checkpoints of what is trained lie, and the run; None before a Checkpointer is built."""
+    try:
+        where, _, run = (directory / RUN_FILE).read_text().partition("\n")
+    except OSError:
+        return None
+    return (where, run) if run else None
 
 
 def read_beats(directory: Path) -> Iterator[Beat]:

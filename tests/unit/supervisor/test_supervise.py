@@ -108,7 +108,7 @@ from tenuto.supervisor.decide import Limits
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.supervise import Supervisor, Watch
 
-def without_key():
+def without_key(places):
     raise KeyMissing("no key was given", subject="x", hint="give one")
 
 told = []

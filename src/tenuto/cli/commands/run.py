@@ -30,7 +30,7 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run.")],
     *,
     where: Annotated[
-        str, typer.Option(metavar="WHERE", help="Save there what is left in memory at the end.", envvar=VARIABLE)
+        str, typer.Option(metavar="WHERE", help="Only there save what is left in memory at the end.", envvar=VARIABLE)
     ] = "",
     restarts: Annotated[int, typer.Option(metavar="N", help="Restarts in all.")] = 100,
     per_hour: Annotated[int, typer.Option(metavar="N", help="Ends within an hour.")] = 12,
@@ -73,7 +73,7 @@ def run(
         ),
         journal=journal,
         json=json,
-        at_end=lambda: remedies.flush(where, _line),
+        at_end=lambda places: remedies.flush([where] if where else places, _line),
         recovery=Recovery(rules, remedies.roll_back, remedies.repair, sizes),
     )
     if json:
@@ -115,7 +115,7 @@ def supervised(
     *,
     journal: str,
     json: bool,
-    at_end: Callable[[], str | None] = lambda: None,
+    at_end: Callable[[Sequence[str]], str | None] = lambda places: None,
     recovery: Recovery | None = None,
     injector: Injector | None = None,
 ) -> Account:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,20 +43,20 @@ def repair(words: LastWords) -> str:
         return f"after the repair of {count(len(execute(sources, plan).repaired), 'object')}"
 
 
-def flush(where: str, report: Report) -> str | None:
-    """Writes the newest state that dead processes have left in memory to the repository, for each of its runs; returns
-    in words what was saved. Raises TenutoError."""
+def flush(places: Sequence[str], report: Report) -> str | None:
+    """Writes the newest state that dead processes have left in memory to these repositories, for each of their runs;
+    returns in words what was saved. Raises TenutoError."""
     from tenuto.errors import NotARepository
     from tenuto.maintenance.flush import execute, plan_flush
     from tenuto.repo.repository import Repo
     from tenuto.store.registry import open_store
 
-    if not where:
-        return None
-    try:
-        repo = Repo.open(open_store(where))
-    except NotARepository:
-        return None
-    written = [execute(repo, plan, report=report) for run in repo.runs() if (plan := plan_flush(repo, run)).chosen]
-    saved = ", ".join(str(one.id) for one in written if one is not None)
-    return f"saved from memory: {saved}" if saved else None
+    saved = []
+    for where in places:
+        try:
+            repo = Repo.open(open_store(where))
+        except NotARepository:
+            continue
+        plans = [plan for run in repo.runs() if (plan := plan_flush(repo, run)).chosen]
+        saved += [str(one.id) for plan in plans if (one := execute(repo, plan, report=report)) is not None]
+    return f"saved from memory: {', '.join(saved)}" if saved else None
