@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ class Journal:
 
     def __init__(self, path: Path | None, report: Callable[[str], None]) -> None:
         self.path = path
+        self.listen: Callable[[str, Mapping[str, Any]], None] = lambda event, facts: None
+        """Called with each event."""
         self._report = report
         self._broken = False
 
     def write(self, event: str, **facts: Any) -> None:
+        self.listen(event, facts)
         if self.path is None:
             return
         line = json.dumps({"time": _now(), "monotonic_s": round(time.monotonic(), 3), "event": event, **facts})

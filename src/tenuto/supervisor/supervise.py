@@ -134,7 +134,10 @@ class Supervisor:
         saved = None if endings[-1].kind == "finished" else self._save_what_is_left()
         status = endings[-1].status
         step = self._reached or None
-        self.journal.write("ended", status=status, reason=reason, lost_s=round(self._lost_s, 3), step=step, saved=saved)
+        self.journal.write(
+            "ended", status=status, reason=reason, lost_s=round(self._lost_s, 3), step=step, saved=saved,
+            failed=endings[-1].failed,
+        )  # fmt: skip
         path = None if self.journal.path is None else str(self.journal.path)
         return Account(status, reason, tuple(endings), self._lost_s, time.monotonic() - began_s, step, path)
 

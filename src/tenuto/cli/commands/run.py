@@ -43,6 +43,9 @@ def run(
     grace: Annotated[str, typer.Option(metavar="TIME", help="To leave in, when asked to.")] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",
     journal: Annotated[str, typer.Option(metavar="FILE", help="Where to note what happens.")] = "",
+    notify: Annotated[
+        list[str] | None, typer.Option("--notify", metavar="URL", help="Whom to tell, as apprise has it, or env:NAME.")
+    ] = None,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -75,6 +78,7 @@ def run(
         json=json,
         at_end=lambda places: remedies.flush([where] if where else places, _line),
         recovery=Recovery(rules, remedies.roll_back, remedies.repair, sizes),
+        notify=notify or (),
     )
     if json:
         output.document("run", document_of(account))
@@ -117,18 +121,24 @@ def supervised(
     json: bool,
     at_end: Callable[[Sequence[str]], str | None] = lambda places: None,
     recovery: Recovery | None = None,
+    notify: Sequence[str] = (),
     injector: Injector | None = None,
 ) -> Account:
     """Runs a command to its end, with a line on stderr for what happens. Raises UsageError where it cannot be run."""
     from tenuto.supervisor.journal import Journal, default_path
+    from tenuto.supervisor.notify import Notifier, urls_of
     from tenuto.supervisor.strategies import Recovery
     from tenuto.supervisor.supervise import Supervisor
 
     path = Path(journal) if journal else default_path(os.getpid())
+    noted = Journal(path, _line)
     supervisor = Supervisor(
-        command, limits, watch, Journal(path, _line), _line, at_end=at_end, quiet_stdout=json, injector=injector,
+        command, limits, watch, noted, _line, at_end=at_end, quiet_stdout=json, injector=injector,
         recovery=recovery or Recovery(),
     )  # fmt: skip
+    notifier = Notifier(urls_of(notify), command, _line) if notify else None
+    if notifier is not None:
+        noted.listen = notifier.heard
     try:
         return supervisor.run()
     except (FileNotFoundError, PermissionError) as error:
@@ -137,6 +147,9 @@ def supervised(
             subject=command[0],
             hint="tenuto run -- python train.py",
         ) from None
+    finally:
+        if notifier is not None:
+            notifier.close()
 
 
 def _line(text: str) -> None:
