@@ -37,6 +37,7 @@ from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
 from tenuto.report.series import spikes as outliers
+from tenuto.report.supervision import Supervision, supervisions
 from tenuto.units import count
 from tenuto.version import __version__
 
@@ -188,6 +189,8 @@ class Report:
     trash: int
     unfinished: int
     free: int | None
+    supervision: tuple[Supervision, ...] = ()
+    """What the journals of `tenuto run` say, the earliest first."""
 
     def to_html(self, *, title: str | None = None) -> str:
         """Returns the report as one page that needs no network. Raises MissingExtra without the extra `report`."""
@@ -204,10 +207,14 @@ class Report:
 
 
 def report(
-    repo: Repo, runs: Sequence[str] | None = None, *, progress: Callable[[str], None] = lambda text: None
+    repo: Repo,
+    runs: Sequence[str] | None = None,
+    *,
+    journals: Sequence[Path] = (),
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Returns the report of all runs, or of those named. Raises RunNotFound, with the names that there are. progress:
-    gets a line where it will take a while."""
+    """Returns the report of all runs, or of those named. Raises RunNotFound, with the names that there are. journals:
+    of `tenuto run`. progress: gets a line where it will take a while."""
     from tenuto.report.attention import of_repository, of_run
 
     made_s, there = clock(), repo.runs()
@@ -247,6 +254,7 @@ def report(
         trash=sum(_own(save) for save in saves if save.state == "removed"),
         unfinished=sum(save.stored for save in kept if save.state not in ("committed", "damaged")),
         free=free,
+        supervision=tuple(supervisions(journals)),
     )
 
 

@@ -26,8 +26,10 @@ from tenuto.units import age, count, seconds, size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tenuto.report.charts import Unit
     from tenuto.report.facts import CheckpointReport, MetricReport, Report, RunReport
     from tenuto.report.series import Numbers
+    from tenuto.report.supervision import Outage, Supervision
 
 GENERATOR: Final = '<meta name="generator" content="tenuto report">'
 """By which a page is known as one that may be replaced."""
@@ -40,6 +42,7 @@ COLUMNS: Final = 3
 """Metrics that are columns of the table of checkpoints."""
 LINES_BEHIND: Final = 20
 """Lines left behind that a chart has, the newest ones."""
+OUTAGES_SHOWN: Final = 20
 DOTS: Final = 60
 """Up to so many checkpoints, each is a dot on its line."""
 
@@ -95,6 +98,9 @@ def page(report: Report, title: str | None = None) -> str:
         not_drawn=len([run for run in report.runs if run.checkpoints]) - len(drawn),
         metrics=_columns(report),
         rows=_newest_first(runs),
+        recovery=[(one, Markup(one.svg)) for one in _recovery(report.supervision)],
+        outages=_outages(report.supervision),
+        outages_shown=OUTAGES_SHOWN,
         most=METRICS_DRAWN,
         shown=SHOWN,
     )
@@ -163,6 +169,16 @@ def _tiles(report: Report, ago: Callable[[float | None], str]) -> Iterator[tuple
         f"{ago(last)} ago" if last is not None else "never",
         f"{len(whole):,} of {len(checkpoints):,}",
     )
+    if report.supervision:
+        all_s = sum(one.ended_s - one.began_s for one in report.supervision)
+        lost_s = sum(one.lost_s for one in report.supervision)
+        ended = sum(len(one.outages) for one in report.supervision)
+        share = 1 - lost_s / all_s if all_s else 1.0
+        yield (
+            "Effective training time",
+            f"{100 * max(share, 0.0):.4g} %",
+            f"{seconds(lost_s)} lost by {count(ended, 'end')} in {seconds(all_s)}",
+        )
     timed = sorted(checkpoints, key=lambda one: one.created_s or 0.0)[-50:]
     held = [one.timing.held_s for one in timed if one.timing is not None]
     if held:
@@ -172,6 +188,28 @@ def _tiles(report: Report, ago: Callable[[float | None], str]) -> Iterator[tuple
             seconds(float(np.median(held))),
             f"for each save; written in {seconds(float(np.median(written)))}",
         )
+
+
+def _outages(found: Sequence[Supervision]) -> list[Outage]:
+    """Returns all ends that nobody asked for, the newest first."""
+    return sorted((one for each in found for one in each.outages), key=lambda one: one.ended_s, reverse=True)
+
+
+def _recovery(found: Sequence[Supervision]) -> Iterator[Figure]:
+    """Yields what each end has cost, over time: steps that had to be trained again, and seconds."""
+    outages = _outages(found)[::-1]
+    kinds: tuple[tuple[str, str, Unit], ...] = (
+        ("Steps trained again (RPO)", "lost_steps", ""),
+        ("Time to a new step (RTO)", "lost_s", "seconds"),
+    )
+    for title, name, unit in kinds:
+        there = [(one.ended_s, value) for one in outages if (value := getattr(one, name)) is not None]
+        if there:
+            when, y = (np.array(column, np.float64) for column in zip(*there, strict=True))
+            marks = [Marks("checkpoint", when.tolist(), y.tolist())]
+            svg = chart(f"recovery {name}", [Line(when, y, "first")], marks, unit=unit, times=True)
+            most = seconds(float(y.max())) if unit else f"{y.max():,.0f}"
+            yield Figure(title, f"{most} a restart, at most", svg, ())
 
 
 def _figures(run: RunReport) -> Iterator[Figure]:

@@ -36,10 +36,14 @@ class Journal:
             self._broken = True
 
 
-def default_path(pid: int) -> Path:
-    """Returns where the journal of this supervisor lies where nobody says another place."""
+def default_directory() -> Path:
+    """Returns where the journals of this user lie where nobody says another place."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "tenuto" / "journals" / f"{_now()[:19].replace(':', '')}-{pid}.jsonl"
+    return Path(state) / "tenuto" / "journals"
+
+
+def default_path(pid: int) -> Path:
+    return default_directory() / f"{_now()[:19].replace(':', '')}-{pid}.jsonl"
 
 
 def _now() -> str:

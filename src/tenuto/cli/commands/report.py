@@ -31,6 +31,9 @@ def report(
     run: Annotated[
         list[str] | None, typer.Option("--run", metavar="RUN", help="Only this run, and others so named.")
     ] = None,
+    journal: Annotated[
+        list[Path] | None, typer.Option("--journal", metavar="FILE", help="Of `tenuto run`; else those known here.")
+    ] = None,
     title: Annotated[str | None, typer.Option("--title", metavar="TEXT", help="What the page is called.")] = None,
     json: options.Json = False,
     debug: options.Debug = False,
@@ -38,16 +41,19 @@ def report(
     """Make a page of runs and what needs attention.
 
     The page is one HTML file that needs no network: what needs attention first, then runs, lines of training, metrics,
-    sizes, the cost of saves, and a table of all checkpoints with what keeps each. An earlier report is replaced,
-    another file is not. Reads no data file.
+    sizes, the cost of saves, what supervision recovered from, and a table of all checkpoints with what keeps each. An
+    earlier report is replaced, another file is not. Reads no data file.
 
     With --json the same is printed, and no page is made.
     """
     from tenuto.report.facts import report as gather
+    from tenuto.report.supervision import known
+    from tenuto.supervisor.journal import default_directory
     from tenuto.units import size
 
     repo = repository(where)
-    found = gather(repo, run, progress=output.story)
+    journals = journal or known(default_directory(), repo.url)
+    found = gather(repo, run, journals=journals, progress=output.story)
     if json:
         output.document("report", asdict(found))
         return
