@@ -203,3 +203,11 @@ def test_what_a_killed_supervisor_and_its_training_left_in_memory_is_saved_by_th
     done = finished(tmp_path, "raise SystemExit(3)", "--in-vain", "1", "--where", "ckpts")
     assert done.returncode == 3 and "saved from memory: main/" in done.stderr, done.stderr
     assert tenuto.load(tmp_path / "ckpts").state["w"][0] >= 5
+
+
+def test_the_settings_file_says_what_is_done_where_no_option_does(tmp_path: Path) -> None:
+    (tmp_path / "tenuto.toml").write_text('[supervise]\non = ["failed=stop"]\n')
+    done = finished(tmp_path, "raise SystemExit(3)")
+    assert done.returncode == 3 and "failed (status 3), after which it is not to be started again" in done.stderr
+    done = finished(tmp_path, "raise SystemExit(3)", "--on", "failed=restart", "--in-vain", "2")
+    assert "2 starts in a row ended" in done.stderr

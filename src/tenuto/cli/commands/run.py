@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +64,8 @@ def run(
     for name, value in (("--restarts", restarts), ("--per-hour", per_hour), ("--in-vain", in_vain)):
         if value < (0 if name == "--restarts" else 1):
             raise UsageError(f"{name} {value} makes no sense", subject=name, hint=f"{name} 3")
-    rules, sizes = written(on or ()), sizes_of(ranks, command)
+    settings = _settings()
+    rules, sizes = written([*settings.get("on", ()), *(on or ())]), sizes_of(ranks, command)
     final = [cause for cause, strategy in rules.table.items() if strategy == "stop"]
     account = supervised(
         command,
@@ -78,7 +79,7 @@ def run(
         json=json,
         at_end=lambda places: remedies.flush([where] if where else places, _line),
         recovery=Recovery(rules, remedies.roll_back, remedies.repair, sizes),
-        notify=notify or (),
+        notify=notify or settings.get("notify", ()),
     )
     if json:
         output.document("run", document_of(account))
@@ -94,6 +95,20 @@ def hang_of(text: str) -> float | None:
     from tenuto.model.sizes import parse_time
 
     return None if not text else 0.0 if text == "off" else parse_time(text, "--hang")
+
+
+def _settings() -> Mapping[str, Sequence[str]]:
+    """Returns the table `supervise` of the settings file, if there is one. Raises UsageError, with the line, for what
+    is wrong in it."""
+    from tenuto.training.config.document import document, find
+
+    path = find()
+    if path is None:
+        return {}
+    found = document(path)
+    found.check("supervise")
+    settings: Mapping[str, Sequence[str]] = found.values.get("supervise", {})
+    return settings
 
 
 def sizes_of(text: str, command: Sequence[str]) -> list[int]:

@@ -74,6 +74,12 @@ def _place(value: object) -> str | list[str]:
     return _text(value)
 
 
+def _texts(value: object) -> list[str]:
+    if not isinstance(value, list) or not value:
+        raise ValueError
+    return [_text(one) for one in value]
+
+
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError
@@ -122,6 +128,7 @@ def _one_of(*known: str) -> Kind:
 
 TEXT: Final = Kind("text", '"main"', _text, is_text=True)
 PLACE: Final = Kind("a path, a URL or a list of them", '"/shared/ckpts"', _place, is_text=True, is_path=True)
+TEXTS: Final = Kind("a list of texts", '["hung=stop"]', _texts)
 PATH: Final = Kind("a path", '"/nvme/cache"', _text, is_text=True, is_path=True)
 FLAG: Final = Kind("true or false", "true", _flag)
 COUNT: Final = Kind("a whole number of at least 1", "3", lambda value: whole_number(value, "{}"))
@@ -332,6 +339,18 @@ KEYS: Final[tuple[Key | Table, ...]] = (
         ),
         "Checkpointer.sinks",
         "What receives events.",
+        "none",
+    ),
+    Table(
+        "supervise",
+        (
+            Key("on", TEXTS, "run.--on", "What is done about each cause of an end: `CAUSE=HOW` or `CAUSE=HOW:N`.",
+                "Each cause has a strategy that suits most trainings."),
+            Key("notify", TEXTS, "run.--notify", "Whom to tell: URLs as apprise has them, or `env:NAME`.",
+                "Nobody is told unless asked for; tokens belong into the environment."),
+        ),
+        "run",
+        "What `tenuto run` does, where its options do not say.",
         "none",
     ),
 )  # fmt: skip
