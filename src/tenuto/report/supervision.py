@@ -70,7 +70,7 @@ def supervisions(journals: Iterable[Path]) -> list[Supervision]:
             ) from None
         if one is None:
             raise UsageError(
-                f"{path} is no journal of tenuto run", subject="--journal", hint="tenuto run --journal FILE -- …"
+                f"{path} is not a journal of tenuto run", subject="--journal", hint="tenuto run --journal FILE -- …"
             )
         found.append(one)
     return sorted(found, key=lambda one: one.began_s)

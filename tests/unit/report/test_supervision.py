@@ -63,7 +63,7 @@ def test_one_that_was_cut_off_counts_what_it_had_not_made_good(tmp_path: Path) -
 
 def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello\n")
-    with pytest.raises(UsageError, match="is no journal of tenuto run"):
+    with pytest.raises(UsageError, match="is not a journal of tenuto run"):
         supervisions([tmp_path / "text"])
     with pytest.raises(UsageError, match="cannot be read: no such file"):
         supervisions([tmp_path / "nothing"])

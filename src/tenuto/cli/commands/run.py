@@ -51,9 +51,8 @@ def run(
 ) -> None:
     """Run a training, and restart it when it dies or hangs.
 
-    The command is watched by its own steps, as its Checkpointer counts them, and by its end. A restart resumes as the
-    script does, from memory or the newest checkpoint. Signals are passed on, and after one that asks to leave it is not
-    started again. The exit status is the command's. A program without a Checkpointer is restarted too, and never hangs.
+    By its own steps and by its end; what is done goes by the cause. A signal is passed on. The exit status is the
+    command's.
     """
     from tenuto.cli.console import remedies
     from tenuto.model.sizes import parse_time

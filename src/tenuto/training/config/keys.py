@@ -347,7 +347,7 @@ KEYS: Final[tuple[Key | Table, ...]] = (
             Key("on", TEXTS, "run.--on", "What is done about each cause of an end: `CAUSE=HOW` or `CAUSE=HOW:N`.",
                 "Each cause has a strategy that suits most trainings."),
             Key("notify", TEXTS, "run.--notify", "Whom to tell: URLs as apprise has them, or `env:NAME`.",
-                "Nobody is told unless asked for; tokens belong into the environment."),
+                "No messages unless asked for; tokens belong into the environment."),
         ),
         "run",
         "What `tenuto run` does, where its options do not say.",
