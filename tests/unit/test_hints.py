@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -28,17 +27,28 @@ NO_HINT = {
 
 
 @cache
-def trees() -> list[tuple[str, list[ast.AST]]]:
-    """Returns every node of each module, parsed once for all tests."""
-    paths = sorted(SOURCES.rglob("*.py"))
-    return [(str(path.relative_to(SOURCES)), list(ast.walk(ast.parse(path.read_text())))) for path in paths]
+def nodes() -> list[tuple[str, ast.AST]]:
+    """Returns what the tests below look at of each module, with its place. All nodes would be a million objects, which
+    every garbage collection of the tests that follow would go through."""
+    found: list[tuple[str, ast.AST]] = []
+    for path in sorted(SOURCES.rglob("*.py")):
+        name = str(path.relative_to(SOURCES))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.JoinedStr)
+                or (isinstance(node, ast.Constant) and isinstance(node.value, str) and "install" in node.value)
+                or (isinstance(node, ast.keyword) and node.arg == "hint")
+                or (isinstance(node, ast.Call) and _kinds(node))
+            ):
+                found.append((f"{name}:{getattr(node, 'lineno', 0)}", node))
+    return found
 
 
-def nodes(*below: str) -> Iterator[tuple[str, ast.AST]]:
-    for name, within in trees():
-        if not below or name.partition("/")[0] in below:
-            for node in within:
-                yield f"{name}:{getattr(node, 'lineno', 0)}", node
+def _kinds(call: ast.Call) -> set[str]:
+    """Returns the kinds of error that a call may make; a conditional, `(StoreFull if full else StoreError)(…)`, two."""
+    if not isinstance(call.func, ast.Name | ast.IfExp):
+        return set()
+    return {one.id for one in ast.walk(call.func) if isinstance(one, ast.Name)} & KINDS
 
 
 def test_typed_keeps_words_whole_and_ordinary_ones_as_they_are() -> None:
@@ -72,9 +82,8 @@ def test_no_hint_is_a_command_without_its_place() -> None:
 
 
 def test_every_error_that_a_user_meets_has_a_hint() -> None:
-    for name, node in nodes("cli", "api", "store"):
-        # A conditional names two: `(StoreFull if full else StoreError)(…)`.
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.IfExp):
-            made = {one.id for one in ast.walk(node.func) if isinstance(one, ast.Name)} & KINDS
+    for name, node in nodes():
+        if isinstance(node, ast.Call) and name.partition("/")[0] in ("cli", "api", "store"):
             justified = {kind for kind in NO_HINT if kind != "StoreError" or name.startswith("store/")}
+            made = _kinds(node)
             assert made <= justified or "hint" in {word.arg for word in node.keywords}, f"{name}: {made} has no hint"

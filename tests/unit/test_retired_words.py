@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ RETIRED = """
     recall recalling rehearsal rehearse remember remembered remembering said say says spent taking tell teller
     telling tidying together told topic turns untold upkeep whereabouts wholes
 """
+_DEFINED = re.compile(r"^ *(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
@@ -30,17 +30,16 @@ def names(path: Path) -> Iterator[str]:
     """Yields the names of a module and its package, and of the module's classes and functions."""
     yield path.stem
     yield path.parent.name
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
+    yield from _DEFINED.findall(path.read_text("utf-8"))  # to parse them all takes seconds
 
 
 def test_no_module_class_or_function_has_a_retired_word_in_its_name() -> None:
+    retired = set(RETIRED.split())
     found = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in FILES
         for name in names(path)
-        if words(name) & set(RETIRED.split()) and name != "tell"  # of Python's file objects
+        if words(name) & retired and name != "tell"  # of Python's file objects
     }
     assert not found, "\n".join(sorted(found))
 

@@ -48,23 +48,34 @@ def this_process() -> Owner:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What this host can tell of a process: see `judge`; `stopped`: alive, and stopped by SIGSTOP or a debugger."""
+
+    verdict: LivenessVerdict
+    stopped: bool = False
+
+
 def judge(owner: Owner) -> LivenessVerdict:
     """Returns dead or alive if this host can tell, else unknown: then the lease has to be watched."""
+    return observe(owner, this_process()).verdict
+
+
+def observe(owner: Owner, own: Owner) -> Observation:
+    """Looks at the process of `owner`; `own` is `this_process()`, read once by who looks at many."""
     if not owner.boot or not owner.pid_namespace or not owner.started:
-        return "unknown"
-    if (owner.boot, owner.pid_namespace, owner.host) != (_boot(), _pid_namespace(), socket.gethostname()):
-        return "unknown"
+        return Observation("unknown")
+    if (owner.boot, owner.pid_namespace, owner.host) != (own.boot, own.pid_namespace, own.host):
+        return Observation("unknown")
+    if (owner.pid, owner.started) == (own.pid, own.started):
+        return Observation("alive")  # ranks that are threads of one process are many
     found = _inspect(owner.pid)
     if found is None:
         # A /proc that hides other users' processes looks the same as one without the process.
-        return "unknown" if _answers(owner.pid) else "dead"
-    return "dead" if found.zombie or found.started != owner.started else "alive"
-
-
-def is_stopped(owner: Owner) -> bool:
-    """Returns whether a process that `judge` finds alive is stopped, by SIGSTOP or by a debugger."""
-    found = _inspect(owner.pid)
-    return found is not None and found.stopped
+        return Observation("unknown" if _answers(owner.pid) else "dead")
+    if found.zombie or found.started != owner.started:
+        return Observation("dead")
+    return Observation("alive", found.stopped)
 
 
 def _inspect(pid: int) -> _Process | None:

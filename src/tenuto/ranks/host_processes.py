@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from tenuto.concurrency.process import is_stopped, judge
+from tenuto.concurrency.process import observe, this_process
 from tenuto.model.records import Owner
 from tenuto.ranks.contract import Settings
 
@@ -52,15 +52,16 @@ class HostProcesses:
             # Nothing is concluded from a time in which this process was itself stopped.
             paused = before is None or now - before > self._settings.dead_after_s / 2
             self._refreshed_at = now
+            own = this_process()
             for seen in self._seen.values():
-                self._refresh(seen, now, paused=paused)
+                self._refresh(seen, own, now, paused=paused)
 
-    def _refresh(self, seen: _Seen, now: float, *, paused: bool) -> None:
+    def _refresh(self, seen: _Seen, own: Owner, now: float, *, paused: bool) -> None:
         if seen.dead:
             return
-        verdict = judge(seen.owner)
-        seen.alive, seen.dead = verdict == "alive", verdict == "dead"
-        if not seen.alive or not is_stopped(seen.owner):
+        found = observe(seen.owner, own)
+        seen.alive, seen.dead = found.verdict == "alive", found.verdict == "dead"
+        if not found.stopped:
             seen.stopped_since = None
         elif seen.stopped_since is None or paused:
             seen.stopped_since = now
