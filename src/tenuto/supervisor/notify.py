@@ -133,7 +133,7 @@ class Notifier:
                 hint="https://github.com/caronc/apprise lists the URLs of each service",
             )
 
-    def heard(self, event: str, facts: Mapping[str, Any]) -> None:
+    def take(self, event: str, facts: Mapping[str, Any]) -> None:
         message = message_of(event, facts, self._what)
         sent = None if message is None else self._repeats.admit(message, time.monotonic())
         if sent is not None:

@@ -86,7 +86,7 @@ def cause_of(words: LastWords) -> Kind:
     return "failed"
 
 
-def telling(words: Sequence[LastWords]) -> LastWords | None:
+def decisive(words: Sequence[LastWords]) -> LastWords | None:
     """Returns the last words that say most of an end: the earliest, and that a rank has lost another one only where
     nobody says more."""
     return min(words, key=lambda one: ("RanksError" in one.errors, one.at_s), default=None)

@@ -23,7 +23,7 @@ from tenuto.supervisor.chaos import Injector
 from tenuto.supervisor.decide import Ending, Kind, Limits, decide, silence_allowed, silence_words
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans, memory_kills
-from tenuto.supervisor.strategies import Recovery, cause_of, evidence_of, telling
+from tenuto.supervisor.strategies import Recovery, cause_of, decisive, evidence_of
 from tenuto.telemetry import last_words
 from tenuto.telemetry.heartbeat import ENDING, STARTING, TRAINING, VARIABLE, Beat, read_beats, read_run
 from tenuto.telemetry.last_words import LastWords
@@ -174,7 +174,7 @@ class Supervisor:
             if hung is not None and not code:
                 code = STATUS_HUNG
             ended_s = time.monotonic()
-            words = telling(last_words.read(beats))
+            words = decisive(last_words.read(beats))
         kind, evidence = self._kind(-9 if code is None else code, hung, memory_kills() > kills, words, steps.ranks)
         if kind == "unhealthy" and not code:
             code = STATUS_UNHEALTHY

@@ -98,13 +98,13 @@ class Heartbeat:
         """Says which error ends this process, if it is one."""
         found = of_error(error)
         if found is not None:
-            self._say(found[0], found[1], self._step)
+            self._note_end(found[0], found[1], self._step)
 
     def unhealthy(self, message: str, step: int) -> None:
         """Says that training ends because its values or its loss are wrong since `step`, at the latest."""
-        self._say(message, (), step, unhealthy=True)
+        self._note_end(message, (), step, unhealthy=True)
 
-    def _say(self, message: str, errors: tuple[str, ...], step: int, *, unhealthy: bool = False) -> None:
+    def _note_end(self, message: str, errors: tuple[str, ...], step: int, *, unhealthy: bool = False) -> None:
         if not self.on or self._directory is None or os.getpid() != self._pid or (self._ended_unhealthy and errors):
             return
         self._ended_unhealthy = unhealthy

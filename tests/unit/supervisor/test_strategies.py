@@ -10,7 +10,7 @@ import tenuto
 from tenuto.errors import UsageError
 from tenuto.supervisor.decide import CAUSES, Ending, Kind, Limits, decide
 from tenuto.supervisor.restart import Restart, restart
-from tenuto.supervisor.strategies import STRATEGIES, TABLE, Recovery, Rules, cause_of, evidence_of, telling, written
+from tenuto.supervisor.strategies import STRATEGIES, TABLE, Recovery, Rules, cause_of, decisive, evidence_of, written
 from tenuto.telemetry.last_words import LastWords, of_error
 
 
@@ -58,7 +58,7 @@ def test_what_is_no_failure_leaves_no_words() -> None:
 def test_the_rank_that_failed_first_says_most_and_not_one_that_lost_another() -> None:
     lost = of(tenuto.errors.RankFailed("rank 3 is gone", subject="x", hint="y", ranks=(3,)))
     late, early = words(at=2.0, rank=3, message="ValueError: bad"), words(at=5.0, rank=1)
-    assert telling([lost, early, late]) is late and telling([lost]) is lost and telling([]) is None
+    assert decisive([lost, early, late]) is late and decisive([lost]) is lost and decisive([]) is None
     assert evidence_of(late, 4) == "ValueError: bad, on rank 3" and evidence_of(late, 1) == "ValueError: bad"
 
 

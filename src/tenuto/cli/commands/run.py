@@ -152,7 +152,7 @@ def supervised(
     )  # fmt: skip
     notifier = Notifier(urls_of(notify), command, _line) if notify else None
     if notifier is not None:
-        noted.listen = notifier.heard
+        noted.listen = notifier.take
     try:
         return supervisor.run()
     except (FileNotFoundError, PermissionError) as error:
