@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import tenuto
-from support.supervised import SRC, await_that, finished, started
+from support.supervised import await_that, finished, started
 
 TRAIN = """
 import errno, os, pathlib, sys, time, numpy as np, tenuto
@@ -24,14 +21,6 @@ def sealed(steps):
 """
 
 
-def alone(directory: Path, script: str) -> subprocess.CompletedProcess[str]:
-    (directory / "train.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "train.py"], cwd=directory, env={**os.environ, "PYTHONPATH": SRC}, check=False,
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-
-
 def test_an_error_leaves_the_newest_sealed_state_in_the_store(tmp_path: Path) -> None:
     script = """
 with tenuto.Checkpointer("ckpts", state, save=every(steps=1000), memory=every(steps=1)) as ckpt:
@@ -41,9 +30,9 @@ with tenuto.Checkpointer("ckpts", state, save=every(steps=1000), memory=every(st
             sealed(7)
             raise ValueError("bad data")
 """
-    done = alone(tmp_path, TRAIN + script)
+    done = finished(tmp_path, TRAIN + script, "--restarts", "0")
     assert done.returncode == 1 and "ValueError: bad data" in done.stderr
-    assert "step 7 was in memory alone, and is saved: main/a0002/7" in done.stderr
+    assert "tenuto: saved from memory: main/a0002/7" in done.stderr
     assert tenuto.load(tmp_path / "ckpts").state["w"][0] == 7
 
 

@@ -38,7 +38,6 @@ from tenuto.training.arguments import (
     count,
     tag_names,
 )
-from tenuto.training.emergency import save_what_is_sealed
 from tenuto.training.exit_status import before_exit, leaving_with
 from tenuto.training.loops import Batches, Epochs, Steps
 from tenuto.training.preemption import report_nothing_to_do, warn_of_epochs
@@ -438,15 +437,12 @@ class Checkpointer:
         """Waits for what is in flight, releases the run, restores signal handlers. May be called twice.
 
         failed: what has ended training, where a trainer reports it instead of raising it through `with`: then nothing
-        new is saved but what `memory=` has sealed, and the other ranks hear of it.
+        new is saved, and the other ranks hear of it.
         """
         if failed is not None and self._training is not None and not self._closed:
             self._training.saving.heartbeat.failed(failed)
             self._training.saving.group.broken_off(failed)
-        if self._close(timeout, ended_well=failed is None) and isinstance(failed, Exception):
-            assert self._training is not None
-            with undisturbed:
-                save_what_is_sealed(self._training.saving, timeout)
+        self._close(timeout, ended_well=failed is None)
 
     def latest_step(self) -> int | None:
         """Returns the committed step that `latest` means in this run now; None if there is none."""
@@ -469,15 +465,13 @@ class Checkpointer:
             return "Checkpointer(disarmed)"
         return f"Checkpointer({self._training.saving.repo.url!r}, run={self._training.run!r}, step={self.step})"
 
-    def _close(self, timeout: float, *, ended_well: bool) -> bool:
-        """Returns whether this call has closed it."""
+    def _close(self, timeout: float, *, ended_well: bool) -> None:
         if self._closed or self._training is None or os.getpid() != self._pid:
-            return False
+            return
         with undisturbed:
             self._closed = True
             self._withdraw()
             self._training.close(timeout, ended_well=ended_well)
-        return True
 
     @overload
     def _armed(self, *, needed: Literal[True]) -> TrainingSession: ...
