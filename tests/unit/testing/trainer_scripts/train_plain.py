@@ -196,7 +196,6 @@ def main() -> None:
     parser.add_argument("--broken", default="")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
     inputs = torch.rand(BATCHES * 4, 4)
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True)
     callback: Any = Printer()
