@@ -43,8 +43,8 @@ class Processes:
     def this_process(self) -> Owner:
         return Owner("simulated", "boot", "namespace", self.current, f"start-{self.current}", "user")
 
-    def judge(self, owner: Owner) -> process.LivenessVerdict:
-        return "alive" if owner.host == "simulated" and owner.pid in self._living else "dead"
+    def observe(self, owner: Owner, own: Owner) -> process.Observation:
+        return process.Observation("alive" if owner.host == "simulated" and owner.pid in self._living else "dead")
 
 
 def replacing(original: Callable[..., Any], replacement: Callable[..., Any]) -> ExitStack:
@@ -64,7 +64,7 @@ def simulated(processes: Processes, seed: int) -> Iterator[None]:
     source = random.Random(seed)
     with ExitStack() as stack:
         stack.enter_context(replacing(process.this_process, processes.this_process))
-        stack.enter_context(replacing(process.judge, processes.judge))
+        stack.enter_context(replacing(process.observe, processes.observe))
         stack.enter_context(mock.patch.object(secrets, "token_hex", lambda count=32: source.randbytes(count).hex()))
         stack.enter_context(mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(bytes=source.randbytes(16), version=4)))
         yield
