@@ -153,13 +153,18 @@ def certificate(
     settings, versions, code: what ran. `code` is the git commit, and whether tracked files differ from it.
     """
     found = [module.findings(state) for _, module in loaded("certificate")]
-    reasons = [reason for one in found for reason in one.reasons]
-    caveats = [caveat for one in found for caveat in one.caveats]
-    unknown = [gap for one in found for gap in one.unknown]
+    reasons: list[str] = []
+    caveats: list[str] = []
+    unknown: list[str] = []
+    counted = False
+    for one in found:
+        reasons += one.reasons
+        caveats += one.caveats
+        unknown += one.unknown
+        counted = counted or one.counted
     if proof is not None:  # what certify has tried: the optimizer, if any, was made anew, and it changed nothing
         caveats, unknown = caveats + unknown, []
     past: list[str] = []
-    counted = any(one.counted for one in found)
     if position is None:
         iterated = sorted({name for _, module in loaded("iteration") for name in module.iterated(state)})
         past = sorted({*iterated, *_begun(state, since or {})})
