@@ -1,11 +1,13 @@
 """What a training process last did, for whoever supervises it: a small file in memory, a microsecond a step.
 
 The supervisor names a directory in `TENUTO_HEARTBEAT`; each process with a Checkpointer keeps one file there. It is
-read by a process of the same machine, so times are those of its monotonic clock.
+read by a process of the same machine, so times are those of its monotonic clock. In the other direction the supervisor
+can ask for a save, by a file that the first process to see it takes away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -18,27 +20,38 @@ from typing import Final
 from tenuto.telemetry.last_words import LastWords, of_error, when_uncaught, write
 
 VARIABLE: Final = "TENUTO_HEARTBEAT"
-STARTING, TRAINING, ENDING = "starting", "training", "ending"
+STARTING, TRAINING, ENDING, ENDED = "starting", "training", "ending", "ended"
+"""ENDING: what is in flight is being saved, and the run given back. ENDED: that is done, and the script does what it
+likes."""
 RUN_FILE: Final = "run"
 """Beside the beats: where the first rank's checkpoints lie and, on a line of its own, the run's name."""
-_PHASES: Final = (STARTING, TRAINING, ENDING)
-_MAGIC: Final = b"tenuto beat 1\n\0\0"
-_FIELDS: Final = struct.Struct("<qqqqqq")
-"""Sequence, process id, rank, step, phase, nanoseconds; then the sequence once more: a reader that sees two different
-ones has read in the middle of a beat."""
+REQUEST_FILE: Final = "save"
+"""Beside the beats: why the supervisor asks for a save."""
+_PHASES: Final = (STARTING, TRAINING, ENDING, ENDED)
+_MAGIC: Final = b"tenuto beat 2\n\0\0"
+_FIELDS: Final = struct.Struct("<qqqqqqqqqq")
+"""Sequence, process id, rank, step, phase, nanoseconds; of the last save how many there were with it, nanoseconds and
+bytes; whether a state is sealed in memory; then the sequence once more: a reader that sees two different ones has read
+in the middle of a beat."""
 _SEQUENCE: Final = struct.Struct("<q")
 _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """`at_s`: by `time.monotonic` of this machine. `step`: completed steps."""
+    """`at_s`: by `time.monotonic` of this machine. `step`: completed steps. `saves`: how many have been committed;
+    `save_s`, `save_bytes`: of the last one, how long it took and what this process wrote. `sealed`: whether a state is
+    sealed in memory, which outlives the process."""
 
     pid: int
     rank: int
     step: int
     phase: str
     at_s: float
+    saves: int = 0
+    save_s: float = 0.0
+    save_bytes: int = 0
+    sealed: bool = False
 
 
 class Heartbeat:
@@ -50,6 +63,9 @@ class Heartbeat:
         self._where, self._run = where, run
         self._directory = directory
         self._step = 0
+        self._last_save = (0, 0, 0)
+        self.sealed = False
+        """Whether a state is sealed in memory."""
         self._ended_unhealthy = False
         """Whether it has said so: the error that follows from it explains less."""
         self._pid = os.getpid()
@@ -89,10 +105,29 @@ class Heartbeat:
             return
         self._sequence += 1
         self._step = step
-        fields = (self._sequence, self._pid, self._rank, step, _PHASES.index(phase), time.monotonic_ns())
+        fields = (
+            self._sequence, self._pid, self._rank, step, _PHASES.index(phase), time.monotonic_ns(),
+            *self._last_save, self.sealed,
+        )  # fmt: skip
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
         self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(self._sequence)
+
+    def saved(self, duration_s: float, nbytes: int) -> None:
+        """Notes a save that was committed, for the next beat. Any thread may call it."""
+        self._last_save = (self._last_save[0] + 1, int(duration_s * 1e9), nbytes)
+
+    def save_request(self) -> str | None:
+        """Takes the supervisor's request for a save, and returns its reason; None without one. One of the processes of
+        this machine gets it."""
+        if self._directory is None or not os.access(self._directory / REQUEST_FILE, os.F_OK):
+            return None
+        own = self._directory / f"{REQUEST_FILE}-{self._pid}"
+        try:
+            os.rename(self._directory / REQUEST_FILE, own)
+            return own.read_text() or None
+        except OSError:
+            return None  # another rank was first
 
     def failed(self, error: BaseException) -> None:
         """Says which error ends this process, if it is one."""
@@ -113,6 +148,15 @@ class Heartbeat:
         write(self._directory, LastWords(self._pid, self._rank, step, at_s, message, unhealthy, errors, **named))
 
 
+def request_save(directory: Path, reason: str) -> None:
+    """Asks the training for a save of the next step that it completes. An earlier request that still
+    waits is replaced."""
+    new = directory / f"{REQUEST_FILE}.new"
+    with contextlib.suppress(OSError):  # full memory: the training is asked the next time
+        new.write_text(reason)
+        os.rename(new, directory / REQUEST_FILE)
+
+
 def read_run(directory: Path) -> tuple[str, str] | None:
     """Returns where the checkpoints of what is trained lie, and the run; None before a Checkpointer is built."""
     try:
@@ -131,6 +175,6 @@ def read_beats(directory: Path) -> Iterator[Beat]:
             continue
         if len(data) != _BYTES or not data.startswith(_MAGIC):
             continue
-        sequence, pid, rank, step, phase, at_ns = _FIELDS.unpack_from(data, len(_MAGIC))
+        sequence, pid, rank, step, phase, at_ns, saves, save_ns, nbytes, sealed = _FIELDS.unpack_from(data, len(_MAGIC))
         if _SEQUENCE.unpack_from(data, _BYTES - _SEQUENCE.size)[0] == sequence and 0 <= phase < len(_PHASES):
-            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9)
+            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, saves, save_ns / 1e9, nbytes, bool(sealed))
