@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,7 @@ STARTING, TRAINING, ENDING, ENDED = "starting", "training", "ending", "ended"
 """ENDING: what is in flight is being saved, and the run given back. ENDED: that is done, and the script does what it
 likes."""
 RUN_FILE: Final = "run"
-"""Beside the beats: where the first rank's checkpoints lie and, on a line of its own, the run's name."""
+"""Beside the beats: where the first rank's checkpoints lie; on lines of their own the run's name, and each place."""
 REQUEST_FILE: Final = "save"
 """Beside the beats: why the supervisor asks for a save."""
 _PHASES: Final = (STARTING, TRAINING, ENDING, ENDED)
@@ -57,8 +57,10 @@ class Beat:
 class Heartbeat:
     """One process's beats, and its last words. Without a directory to write to it does nothing."""
 
-    def __init__(self, directory: Path | None, rank: int, *, where: str = "", run: str = "") -> None:
-        """`where`, `run`: what the process trains, for its last words."""
+    def __init__(
+        self, directory: Path | None, rank: int, *, where: str = "", run: str = "", places: Sequence[str] = ()
+    ) -> None:
+        """`where`, `run`: what the process trains, for its last words. `places`: all stores that have a part of it."""
         self._rank = rank
         self._where, self._run = where, run
         self._directory = directory
@@ -83,7 +85,7 @@ class Heartbeat:
             finally:
                 os.close(descriptor)
             if where and not rank:
-                (directory / RUN_FILE).write_text(f"{where}\n{run}")
+                (directory / RUN_FILE).write_text("\n".join([where, run, *(places or [where])]))
         except OSError:
             return  # the supervisor is gone, or its directory: it is told of nothing, and training continues
         self.on = True
@@ -91,11 +93,17 @@ class Heartbeat:
 
     @classmethod
     def from_environment(
-        cls, rank: int, environment: Mapping[str, str] = os.environ, *, where: str = "", run: str = ""
+        cls,
+        rank: int,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        where: str = "",
+        run: str = "",
+        places: Sequence[str] = (),
     ) -> Heartbeat:
         """Beats for whoever supervises this process, and tells it of the error that nothing here catches."""
         directory = environment.get(VARIABLE)
-        beats = cls(Path(directory) if directory else None, rank, where=where, run=run)
+        beats = cls(Path(directory) if directory else None, rank, where=where, run=run, places=places)
         if beats.on:
             when_uncaught(beats.failed)
         return beats
@@ -159,11 +167,29 @@ def request_save(directory: Path, reason: str) -> None:
 
 def read_run(directory: Path) -> tuple[str, str] | None:
     """Returns where the checkpoints of what is trained lie, and the run; None before a Checkpointer is built."""
-    try:
-        where, _, run = (directory / RUN_FILE).read_text().partition("\n")
-    except OSError:
-        return None
+    where, run, *_ = [*_run_lines(directory), "", ""]
     return (where, run) if run else None
+
+
+def read_places(directory: Path) -> list[str]:
+    """Returns the URLs of all stores that have a part of what is trained; none before a Checkpointer is built."""
+    return _run_lines(directory)[2:]
+
+
+def _run_lines(directory: Path) -> list[str]:
+    try:
+        return (directory / RUN_FILE).read_text().split("\n")
+    except OSError:
+        return []
+
+
+def newest(beats: Iterable[Beat]) -> dict[int, Beat]:
+    """Returns the newest beat of each rank: a launcher may have replaced its process."""
+    found: dict[int, Beat] = {}
+    for beat in beats:
+        if beat.rank not in found or beat.at_s > found[beat.rank].at_s:
+            found[beat.rank] = beat
+    return found
 
 
 def read_beats(directory: Path) -> Iterator[Beat]:

@@ -209,7 +209,8 @@ class RunSaver:
                 group=group,
             )
         unlock(repo, settings.key, writing=True)
-        self.heartbeat = Heartbeat.from_environment(group.rank, where=repo.url, run=run)
+        places = [store.url for store in (*all_places(repo.store), *followers_of(repo.store))]
+        self.heartbeat = Heartbeat.from_environment(group.rank, where=repo.url, run=run, places=places)
         protocol = group.protocol(repo)
         self.saver = Saver(
             repo,
