@@ -127,7 +127,7 @@ class Gpu:
                 return
             if match is not None:
                 with contextlib.suppress(nvml.NVMLError):
-                    handle = nvml.nvmlDeviceGetHandleByPciBusId(match[1] + b".0" if b"." not in match[1] else match[1])
+                    handle = nvml.nvmlDeviceGetHandleByPciBusId(f"{match[1].decode()}.0")
                     index = nvml.nvmlDeviceGetIndex(handle)
                     if index in self._handles:
                         yield index, float(match[2])
