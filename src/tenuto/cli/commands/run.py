@@ -43,7 +43,8 @@ def run(
     in_vain: Annotated[int, typer.Option(metavar="N", help="Ends in a row without a new step.")] = 3,
     hang: Annotated[str, typer.Option(metavar="TIME", help="Without a step; `off`; else learnt.")] = "",
     on: Annotated[
-        list[str] | None, typer.Option("--on", metavar="CAUSE=HOW[:N]", help="What to do, N times an hour at most.")
+        list[str] | None,
+        typer.Option("--on", metavar="CAUSE=HOW[:N]", help="What to do, N times an hour; or FINDING=ACTION."),
     ] = None,
     start_within: Annotated[str, typer.Option(metavar="TIME", help="To its first step; `off`; else 2 h.")] = "",
     end_within: Annotated[str, typer.Option(metavar="TIME", help="From its last step; `off`; else 1 h to save.")] = "",
