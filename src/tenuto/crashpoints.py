@@ -58,6 +58,7 @@ NAMES: Final[frozenset[str]] = frozenset(
         "tier has the tables of a checkpoint, not its data files",
         "tier has the data files of a checkpoint, not its manifest",
         "tier has a checkpoint",
+        "place has a base of a checkpoint in its trash, not its data files",
         "primary has the claims of another tier, not its checkpoints",
         "primary has the tables of another tier's checkpoint, not its manifest",
         "damaged copy removed, not yet written anew",
