@@ -30,6 +30,7 @@ from .conftest import CHUNK, Abandoned, World, _names
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+
 class Mortal(DelegatingStore):
     """A store whose caller dies at the call that `left` counts down to: before it has an effect, or after."""
 
