@@ -296,7 +296,7 @@ def test_what_lies_in_memory_is_flushed_sealed(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KeyMissing):
         tenuto.load(where, run="kept")
     flushed = tenuto.load(where, run="kept", key=key)
-    assert torch.equal(flushed.state["x"], torch.full((1000,), float(flushed.step))) and flushed.step >= 3
+    assert torch.equal(flushed.state["x"], torch.full((1000,), float(flushed.step))) and flushed.step >= 1
     assert not list(where.glob("runs/kept/*/*/*.safetensors"))
     assert_whole(Repo.open(open_store(where)))
 
