@@ -117,7 +117,7 @@ class Care:
         return execute(self.repo, plan_rename(self.repo, run, new), emitter=self._emitter)
 
     def repack(self, run: str = "main", *, encoding: Encoding | Preset = "small") -> Repacked:
-        """Stores the line of training of a run that has ended anew, in another encoding: the same steps, values,
+        """Rewrites the line of training of a run that has ended in another encoding: the same steps, values,
         metrics, times and tags under a new attempt. Every byte is read back and compared before any of it is visible.
         The originals go into the trash.
 

@@ -1,4 +1,4 @@
-"""Repack: a run's checkpoints stored anew, in another encoding: raw while they are hot, small when they are cold.
+"""Repack: a run's checkpoints in another encoding: raw while they are hot, small when they are cold.
 
 A committed object is never rewritten, so each gets a new identity: the same steps in a new attempt of the run, with the
 same content digest, metrics and tags. What is written is read back, decoded and compared before any of it is visible;
@@ -74,7 +74,7 @@ class Repacked:
 
 
 def plan_repack(repo: Repo, run: str, encoding: Encoding) -> RepackPlan:
-    """Plans to store the line of training of `run` anew, and writes nothing.
+    """Plans to rewrite the line of training of `run`, and writes nothing.
 
     Raises RunInUse while a process trains the run; RemovalRefused where a pin or a hold names one of its checkpoints or
     another run has nothing else to resume from; UsageError for checkpoints of several ranks; CorruptionError.
@@ -103,7 +103,7 @@ def plan_repack(repo: Repo, run: str, encoding: Encoding) -> RepackPlan:
 
 
 def execute(repo: Repo, plan: RepackPlan, *, emitter: Emitter | None = None) -> Repacked:
-    """Stores the checkpoints anew, verifies them, moves the tags, and puts the originals into the trash.
+    """Writes the checkpoints again, verifies them, moves the tags, and puts the originals into the trash.
 
     Raises RunInUse if the run has changed since the plan was made, SaveFailed where something else comes back than was
     read, and errors of the store. Cut off before anything is visible it leaves the run as it was; later, both.
@@ -289,7 +289,7 @@ def _verify(repo: Repo, source: CheckpointId, held: Held, emitter: Emitter) -> H
 
 def _differs(repo: Repo, source: CheckpointId) -> SaveFailed:
     return SaveFailed(
-        f"what was stored anew of {source} is not the same state: nothing of it is visible",
+        f"what was written of {source} is not the same state: nothing of it is visible",
         subject=str(source),
         hint=typed("tenuto", "verify", repo.url, source),
     )

@@ -1,4 +1,4 @@
-"""`tenuto repack`: stores the checkpoints of a run anew, in another encoding."""
+"""`tenuto repack`: rewrites the checkpoints of a run in another encoding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def repack(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Store the checkpoints of a run anew, in another encoding.
+    """Rewrite the checkpoints of a run in another encoding.
 
     For a run that has ended: it was saved plain while every second counted, and shall take less space now. Each
     checkpoint of its line of training is written again, read back and compared; all of them appear in a new attempt,
@@ -56,7 +56,7 @@ def repack(
     if dry_run:
         if not json:
             output.line("nothing was written")
-    elif agreed("Store them anew, and put the originals into the trash?", yes=yes):
+    elif agreed("Write them in that encoding, and put the originals into the trash?", yes=yes):
         bar = ProgressBar()
         try:
             done = execute(repo, plan, emitter=Emitter.of([bar, WarningReporter()]))
