@@ -239,9 +239,9 @@ class HdfsStore(TreeStore):
 
     def list_directory(self, directory: str) -> Iterable[Node]:
         path = self._path(directory)
-        client = self._client()
-        listed = self._ask("listing", directory, _DATA_S, lambda: list(client.list_status(path)))
-        for found in listed:
+        listed = iter(self._ask("listing", directory, self._answer_s, self._client().list_status, path))
+        # The client asks for the next thousand where those before are used up.
+        while (found := self._ask("listing", directory, self._answer_s, next, listed, None)) is not None:
             if found.path == path:  # a file: it lists itself
                 return
             yield Node(found.path.rpartition("/")[2], found.isdir, found.length, found.modification_time * 1_000_000)
