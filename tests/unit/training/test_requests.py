@@ -13,6 +13,7 @@ import pytest
 import tenuto
 from tenuto import every, keep
 from tenuto.cli.views.run_listing import listing
+from tenuto.errors import RepositoryError
 from tenuto.model.ids import CheckpointId, step_key
 from tenuto.repo.format.manifest import MAX_ABORTED
 from tenuto.repo.format.small_records import decode_lease, encode_lease
@@ -46,6 +47,30 @@ def train(bucket: Bucket, steps: int, **options: Any) -> None:
 def asked(bucket: Bucket) -> list[str]:
     """What was requested, but for leases: those are put by the clock."""
     return [f"{one.verb} {one.name}" for one in bucket.requests if "/lease/" not in one.name]
+
+
+def test_a_repository_that_was_copied_to_where_a_second_put_replaces_is_not_trained_in(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(bucket, 2, save=every(steps=1), keep=keep.all())
+    copied = Bucket(objects=dict(bucket.objects))
+    before = dict(copied.objects)
+    put = SimulatedObjectStore.put_if_absent
+
+    def replacing(store: SimulatedObjectStore, name: str, content: Any, *, token: str) -> Any:
+        copied.objects.pop(name, None)
+        return put(store, name, content, token=token)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedObjectStore, "put_if_absent", replacing)
+        with pytest.raises(RepositoryError, match="second writer") as caught:
+            train(copied, 4, save=every(steps=1), keep=keep.all())
+    assert caught.value.hint and copied.objects == before
+    assert np.array_equal(tenuto.load(place(copied)).state["w"], np.arange(1000.0))  # what it holds can be read
+    train(copied, 4, save=every(steps=1), keep=keep.all())  # the same in a place that refuses
+    probed = [one for one in asked(copied) if "tenuto-probe" in one and one.startswith("put")]
+    train(copied, 5, save=every(steps=1), keep=keep.all())
+    assert [one for one in asked(copied) if "tenuto-probe" in one and one.startswith("put")] == probed  # once a process
 
 
 def steps_of(bucket: Bucket) -> list[int]:
