@@ -87,11 +87,31 @@ def beside_data(bucket: Bucket, after: int) -> float:
     return len(window) / (len(saves) - after)
 
 
-def test_a_steady_save_makes_at_most_eight_requests_beside_its_data_parts(bucket: Bucket) -> None:
-    train(bucket, 64, save=every(steps=1), keep=keep.latest(30))
-    assert beside_data(bucket, 34) <= 8
+@pytest.mark.parametrize("kept", [5, 30])
+def test_a_steady_save_makes_at_most_eight_requests_beside_its_data_parts(bucket: Bucket, kept: int) -> None:
+    train(bucket, kept + 34, save=every(steps=1), keep=keep.latest(kept))
+    assert beside_data(bucket, kept + 4) <= 8
     # What waits for more to go is gone at the end.
-    assert sorted(steps_of(bucket)) == list(range(35, 65))
+    assert sorted(steps_of(bucket)) == list(range(35, kept + 35))
+
+
+def test_few_wait_with_those_that_stay(bucket: Bucket) -> None:
+    """No more than two beside five, and none beside two: a checkpoint may be large."""
+    most = {}
+    for kept in (1, 2, 5):
+        counts: list[int] = []
+        state = {"w": np.arange(1000.0)}
+        options: dict[str, Any] = {"save": every(steps=1), "keep": keep.latest(kept), "run": f"keeps-{kept}"}
+        with tenuto.Checkpointer(place(bucket), state, data=None, **options) as ckpt:
+            for _ in ckpt.steps(20):
+                for save in ckpt._training.saving.saver.in_flight:
+                    assert save.join(60)
+                assert ckpt._training.saving.retention._rounds.join(60)
+                counts.append(
+                    sum(f"keeps-{kept}/" in name and name.endswith("/manifest.json") for name in bucket.objects)
+                )
+        most[kept] = max(counts)
+    assert most == {1: 1, 2: 2, 5: 7}
 
 
 def test_a_save_asks_who_owns_the_run_once_and_after_it_has_begun(bucket: Bucket) -> None:
