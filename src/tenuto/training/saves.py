@@ -28,17 +28,15 @@ from tenuto.errors import (
     SaveTorn,
     StateError,
     TenutoError,
-    UsageError,
 )
 from tenuto.events import Emitter, Event, SaveDelayed, SaveFailedEvent, SaveSkipped
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, run_key
-from tenuto.policy.encoding import Encoding
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
 from tenuto.repo.keys import unlock
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.replicated.places import all_places, followers_of, report_to
+from tenuto.repo.replicated.places import report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
@@ -51,19 +49,6 @@ from tenuto.training.save_costs import OptimumFacts
 from tenuto.training.stats import SaveTotals, Stats
 from tenuto.training.tier_worker import TierWorker
 from tenuto.training.unhealthy import HealthReports
-
-
-def _possible(encoding: Encoding, repo: Repo) -> Encoding:
-    """Raises UsageError for an encoding in a repository of several places: each of them would need the packs of every
-    checkpoint that one rests on."""
-    if not (encoding.plain and repo.keys is None) and len(all_places(repo.store)) + len(followers_of(repo.store)) > 1:
-        raise UsageError(
-            f"{repo.url} has several locations, and checkpoints that are encoded or sealed lie in one",
-            subject="encoding",
-            hint="encoding='plain', or one place alone",
-        )
-    return encoding
-
 
 # --------------------------------------------------------------------------------------------------
 # Whether a save that is due may be taken: at once, when one before has ended, or not at all.
@@ -224,7 +209,7 @@ class RunSaver:
             memory=self.memory.written_from if self.memory is not None else None,
             beside=self.memory.tier if self.memory is not None else None,
             protocol=protocol,
-            encoding=_possible(settings.encoding, repo),
+            encoding=settings.encoding,
             health=HealthWatch(repo, protocol.rank) if settings.health else None,
         )
         self.health = HealthReports(
