@@ -13,18 +13,23 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.telemetry.last_words import LastWords, of_error, when_uncaught, write
 
+if TYPE_CHECKING:
+    from tenuto.telemetry.rehearsal import Rehearsal
+
 VARIABLE: Final = "TENUTO_HEARTBEAT"
+REHEARSAL: Final = "TENUTO_REHEARSAL"
+"""Set by `tenuto chaos` alone: this process puts into itself the faults that it is asked for."""
 STARTING, TRAINING, ENDING = "starting", "training", "ending"
 RUN_FILE: Final = "run"
 """Beside the beats: where the first rank's checkpoints lie and, on a line of its own, the run's name."""
 _PHASES: Final = (STARTING, TRAINING, ENDING)
-_MAGIC: Final = b"tenuto beat 1\n\0\0"
-_FIELDS: Final = struct.Struct("<qqqqqq")
-"""Sequence, process id, rank, step, phase, nanoseconds; then the sequence once more: a reader that sees two different
+_MAGIC: Final = b"tenuto beat 2\n\0\0"
+_FIELDS: Final = struct.Struct("<qqqqqqq")
+"""Sequence, process id, rank, step, first step, phase, nanoseconds; then the sequence once more: a reader that sees two different
 ones has read in the middle of a beat."""
 _SEQUENCE: Final = struct.Struct("<q")
 _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
@@ -32,13 +37,15 @@ _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """`at_s`: by `time.monotonic` of this machine. `step`: completed steps."""
+    """`at_s`: by `time.monotonic` of this machine. `step`: completed steps. `began`: those it had when training began in
+    this process: what it resumed from."""
 
     pid: int
     rank: int
     step: int
     phase: str
     at_s: float
+    began: int = 0
 
 
 class Heartbeat:
@@ -50,6 +57,8 @@ class Heartbeat:
         self._where, self._run = where, run
         self._directory = directory
         self._step = 0
+        self._began: int | None = None
+        self._rehearsal: Rehearsal | None = None
         self._ended_unhealthy = False
         """Whether it has said so: the error that follows from it explains less."""
         self._pid = os.getpid()
@@ -82,17 +91,38 @@ class Heartbeat:
         beats = cls(Path(directory) if directory else None, rank, where=where, run=run)
         if beats.on:
             when_uncaught(beats.failed)
+        if beats.on and directory and environment.get(REHEARSAL):
+            from tenuto.telemetry.rehearsal import Rehearsal
+
+            beats._rehearsal = Rehearsal(Path(directory), rank)
         return beats
+
+    def trains(self, state: Mapping[str, Any]) -> None:
+        """Says what is trained: a rehearsal may spoil it."""
+        if self._rehearsal is not None:
+            self._rehearsal.state = state
 
     def beat(self, step: int, phase: str = TRAINING) -> None:
         if self._memory is None or os.getpid() != self._pid:
             return
         self._sequence += 1
         self._step = step
-        fields = (self._sequence, self._pid, self._rank, step, _PHASES.index(phase), time.monotonic_ns())
+        if self._began is None and phase != STARTING:
+            self._began = step
+        fields = (
+            self._sequence,
+            self._pid,
+            self._rank,
+            step,
+            self._began or 0,
+            _PHASES.index(phase),
+            time.monotonic_ns(),
+        )
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
         self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(self._sequence)
+        if self._rehearsal is not None and step > (self._began or 0):
+            self._rehearsal.stepped(step)
 
     def failed(self, error: BaseException) -> None:
         """Says which error ends this process, if it is one."""
@@ -131,6 +161,6 @@ def read_beats(directory: Path) -> Iterator[Beat]:
             continue
         if len(data) != _BYTES or not data.startswith(_MAGIC):
             continue
-        sequence, pid, rank, step, phase, at_ns = _FIELDS.unpack_from(data, len(_MAGIC))
+        sequence, pid, rank, step, began, phase, at_ns = _FIELDS.unpack_from(data, len(_MAGIC))
         if _SEQUENCE.unpack_from(data, _BYTES - _SEQUENCE.size)[0] == sequence and 0 <= phase < len(_PHASES):
-            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9)
+            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, began)
