@@ -1,4 +1,4 @@
-"""`tenuto chaos`, with real processes: each fault strikes once, what follows is told, and the training ends as it would."""
+"""`tenuto chaos`, with real processes: each fault strikes once, its account is right, the training ends as it would."""
 
 from __future__ import annotations
 

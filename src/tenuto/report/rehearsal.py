@@ -25,8 +25,8 @@ class Struck:
     step: int | None = None
     outage: Outage | None = None
 
-    def words(self) -> str:
-        """Returns what the supervisor did, and what it cost."""
+    def words(self, *, cost: bool = True) -> str:
+        """Returns what the supervisor did, and with `cost` what it cost."""
         one = self.outage
         if one is None:
             return "training continued"
@@ -35,9 +35,10 @@ class Struck:
             parts.append(f"resumed at step {one.resumed}")
         if one.how:
             parts.append(one.how)
-        if one.lost_steps is not None:
+        if cost and one.lost_steps is not None:
             parts.append(f"{count(one.lost_steps, 'step')} again")
-        parts.append(f"{seconds(one.lost_s)} until as far" if one.lost_s is not None else "never as far again")
+        if cost:
+            parts.append(f"as far after {seconds(one.lost_s)}" if one.lost_s is not None else "never as far again")
         return "; ".join(parts)
 
     def document(self) -> dict[str, Any]:

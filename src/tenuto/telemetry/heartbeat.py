@@ -29,16 +29,16 @@ RUN_FILE: Final = "run"
 _PHASES: Final = (STARTING, TRAINING, ENDING)
 _MAGIC: Final = b"tenuto beat 2\n\0\0"
 _FIELDS: Final = struct.Struct("<qqqqqqq")
-"""Sequence, process id, rank, step, first step, phase, nanoseconds; then the sequence once more: a reader that sees two different
-ones has read in the middle of a beat."""
+"""Sequence, process id, rank, step, first step, phase, nanoseconds; then the sequence once more: a reader that sees two
+different ones has read in the middle of a beat."""
 _SEQUENCE: Final = struct.Struct("<q")
 _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """`at_s`: by `time.monotonic` of this machine. `step`: completed steps. `began`: those it had when training began in
-    this process: what it resumed from."""
+    """`at_s`: by `time.monotonic` of this machine. `step`: completed steps. `began`: those it had when
+    training began in this process: what it resumed from."""
 
     pid: int
     rank: int

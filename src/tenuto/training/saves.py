@@ -283,15 +283,22 @@ class RunSaver:
             self.saver.expect(share + share // 32 + SHARE_SPARE_BYTES)
 
     def begin(
-        self, attempt: Attempt, first_step: int, restored: CheckpointId | None, *, since_s: float | None = None
+        self,
+        attempt: Attempt,
+        first_step: int,
+        restored: CheckpointId | None,
+        *,
+        since_s: float | None = None,
+        at: int | None = None,
     ) -> None:
         """Begins to take saves of the claimed run. `restored`: the newest durable checkpoint of the line of training;
-        `since_s`: when a save of that line was last begun, where training resumes from a newer state in memory."""
+        `since_s`, `at`: when a save of that line was last begun, and the step, where training resumes from a newer
+        state in memory."""
         self.saver.attempt = attempt
         self.first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
         self.totals.begin()
-        self.heartbeat.beat(first_step)
+        self.heartbeat.beat(first_step if at is None else at)
         self.tiers.begin(attempt)
         if self._optimum is not None and self._coordinates:
             self._optimum.begin(self.repo, self.run, attempt.number)

@@ -188,7 +188,7 @@ class TrainingSession:
         if image is None or image.verdict.durable:
             saving.begin(attempt, self.step, parent)
         else:  # a step that is only in memory counts as not saved yet
-            saving.begin(attempt, parent.step if parent is not None else 0, parent, since_s=since_s)
+            saving.begin(attempt, parent.step if parent is not None else 0, parent, since_s=since_s, at=self.step)
         if saving.memory is not None:
             since_s = time.monotonic() if since_s is None else since_s
             saving.memory.begin(attempt, self._snapshots.now(), self.step, since_s)
