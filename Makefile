@@ -94,6 +94,7 @@ bench: setup
 	$(BIN)/python benchmarks/p7_small.py --rounds 9
 	$(BIN)/python benchmarks/p8_memory.py --gib 1
 	$(BIN)/python benchmarks/p9_restart.py --gib 1
+	$(BIN)/python benchmarks/recover.py
 	$(BIN)/python benchmarks/p11_planning.py
 	$(BIN)/python benchmarks/p12_codecs.py --rounds 15
 	$(BIN)/python benchmarks/p13_space.py

@@ -38,7 +38,7 @@ class Struck:
         if cost and one.lost_steps is not None:
             parts.append(f"{count(one.lost_steps, 'step')} again")
         if cost:
-            parts.append(f"as far after {seconds(one.lost_s)}" if one.lost_s is not None else "never as far again")
+            parts.append(f"as far after {seconds(one.lost_s)}" if one.lost_s is not None else "no new step since")
         return "; ".join(parts)
 
     def document(self) -> dict[str, Any]:
