@@ -120,7 +120,7 @@ import numpy as np, sys, tenuto
 with tenuto.Checkpointer("ckpts", {"w": np.zeros(3)}) as ckpt:
     for step in ckpt.steps(3):
         pass
-print([name for name in sys.modules if "rehears" in name])
+print([name for name in sys.modules if "own_faults" in name or "struck" in name])
 """
     (tmp_path / "train.py").write_text(script)
     done = subprocess.run(

@@ -77,11 +77,11 @@ def test_without_shared_memory_the_demo_says_so_and_comes_back_from_disk(tmp_pat
 def test_a_storm_of_a_few_faults_ends_bit_for_bit_as_a_training_without_them(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     arguments = ("--steps", "40", "--save-every", "4", "--json", "--keep", str(kept))
-    done = tenuto("demo", "--storm", *arguments, timeout=600)  # six starts of an interpreter with torch
+    done = tenuto("demo", "--storm", *arguments, timeout=600)  # five starts of an interpreter with torch
     assert done.returncode == 0, done.stderr
     account = json.loads(done.stdout)
     assert account["schema"] == "tenuto.demo.storm/1" and account["equal"] is True and account["leaves"] > 100
-    assert [one["kind"] for one in account["faults"]] == ["kill", "nan", "flipped byte", "oom"]
+    assert [one["kind"] for one in account["faults"]] == ["kill", "nan", "flipped byte"]
     assert all(one["lost_s"] > 0 for one in account["faults"]) and 0 < account["ettr"] < 1
     said = (kept / "output.txt").read_text()
     assert "from memory" in said and "damaged" in said

@@ -33,7 +33,7 @@ from tenuto.engine.staging import slots
 from tenuto.errors import typed
 from tenuto.repo.lineage import resolve
 from tenuto.repo.repository import Repo
-from tenuto.report.rehearsal import rehearsed
+from tenuto.report.struck import read_struck
 from tenuto.store.registry import open_store
 from tenuto.units import count, seconds
 
@@ -46,7 +46,7 @@ LEGS: Final[Legs] = (
     ((), ""),
 )
 """Faults inside the training, and what ends its supervisor after them; the last one ends by itself."""
-SHORT: Final[Legs] = ((("kill", "nan"), "flipped byte"), (("oom",), ""))
+SHORT: Final[Legs] = ((("kill", "nan"), "flipped byte"), ((), ""))
 FROM_OUTSIDE: Final = {
     "preemption": "SIGTERM to the supervisor: the training saved and left",
     "flipped byte": "SIGTERM, the node's memory lost, a bit of the newest checkpoint flipped: the one before restored",
@@ -152,7 +152,7 @@ class Storm:
             Blow(one.kind or "no fault", one.step or 0, one.words(cost=False), out.lost_steps or 0, out.lost_s or 0.0)
             if (out := one.outage)
             else Blow(one.kind, one.step or 0, one.words())
-            for one in rehearsed(journal)
+            for one in read_struck(journal)
         ]
         self._blows += inside
 

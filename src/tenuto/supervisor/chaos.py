@@ -23,7 +23,7 @@ SIGNALS: Final[Mapping[str, signal.Signals]] = {
 }
 """What becomes of a process: killed, killed as by a failed assertion, or stopped, so that it hangs."""
 ASKED_FOR: Final = ("hang", "oom", "nan", "full-disk", "slow-store", "partition")
-"""What a process puts into itself after its next step, by `telemetry.rehearsal`: a step that never ends; an allocation
+"""What a process puts into itself after its next step, by `telemetry.own_faults`: a step that never ends; an allocation
 that does not fit; a tensor or array of the state that becomes NaN; and, for a while: a store that is full; one that is
 slow; and connections through which nothing comes in."""
 KINDS: Final = (*SIGNALS, *ASKED_FOR)
@@ -145,7 +145,7 @@ class Injector:
         if fault.kind in SIGNALS:
             tree.strike(one.pid, SIGNALS[fault.kind])
         else:
-            from tenuto.telemetry.rehearsal import ask
+            from tenuto.telemetry.own_faults import ask
 
             ask(directory, one.rank, one.pid, fault.kind, fault.lasts_s)
         return {"kind": fault.kind, "due_s": round(fault.at_s, 3), "pid": one.pid, "rank": one.rank, "step": one.step}

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 from tenuto.telemetry.last_words import LastWords, of_error, when_uncaught, write
 
 if TYPE_CHECKING:
-    from tenuto.telemetry.rehearsal import Rehearsal
+    from tenuto.telemetry.own_faults import OwnFaults
 
 VARIABLE: Final = "TENUTO_HEARTBEAT"
-REHEARSAL: Final = "TENUTO_REHEARSAL"
+CHAOS: Final = "TENUTO_CHAOS"
 """Set by `tenuto chaos` alone: this process puts into itself the faults that it is asked for."""
 STARTING, TRAINING, ENDING = "starting", "training", "ending"
 RUN_FILE: Final = "run"
@@ -58,7 +58,7 @@ class Heartbeat:
         self._directory = directory
         self._step = 0
         self._began: int | None = None
-        self._rehearsal: Rehearsal | None = None
+        self._faults: OwnFaults | None = None
         self._ended_unhealthy = False
         """Whether it has said so: the error that follows from it explains less."""
         self._pid = os.getpid()
@@ -91,16 +91,16 @@ class Heartbeat:
         beats = cls(Path(directory) if directory else None, rank, where=where, run=run)
         if beats.on:
             when_uncaught(beats.failed)
-        if beats.on and directory and environment.get(REHEARSAL):
-            from tenuto.telemetry.rehearsal import Rehearsal
+        if beats.on and directory and environment.get(CHAOS):
+            from tenuto.telemetry.own_faults import OwnFaults
 
-            beats._rehearsal = Rehearsal(Path(directory), rank)
+            beats._faults = OwnFaults(Path(directory), rank)
         return beats
 
     def trains(self, state: Mapping[str, Any]) -> None:
         """Says what is trained: a rehearsal may spoil it."""
-        if self._rehearsal is not None:
-            self._rehearsal.state = state
+        if self._faults is not None:
+            self._faults.state = state
 
     def beat(self, step: int, phase: str = TRAINING) -> None:
         if self._memory is None or os.getpid() != self._pid:
@@ -121,8 +121,8 @@ class Heartbeat:
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
         self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(self._sequence)
-        if self._rehearsal is not None and step > (self._began or 0):
-            self._rehearsal.stepped(step)
+        if self._faults is not None and step > (self._began or 0):
+            self._faults.stepped(step)
 
     def failed(self, error: BaseException) -> None:
         """Says which error ends this process, if it is one."""

@@ -69,3 +69,11 @@ def test_a_training_beats_at_each_step_and_says_when_it_ends(tmp_path: Path, mon
         seen += [now() for _ in ckpt.steps(3)]
         seen.append(now())
     assert seen == [(0, STARTING), (0, TRAINING), (1, TRAINING), (2, TRAINING), (3, ENDING)]
+
+
+def test_a_beat_says_at_which_step_training_began_in_this_process(tmp_path: Path) -> None:
+    beats = Heartbeat(tmp_path, 0)
+    for step in (17, 18, 19):
+        beats.beat(step)
+    (beat,) = read_beats(tmp_path)
+    assert (beat.step, beat.began) == (19, 17)

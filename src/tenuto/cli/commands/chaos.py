@@ -13,7 +13,7 @@ from tenuto.cli.console.help_text import examples
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
-    from tenuto.report.rehearsal import Struck
+    from tenuto.report.struck import Struck
     from tenuto.supervisor.chaos import Injector
     from tenuto.supervisor.supervise import Account
 
@@ -49,7 +49,7 @@ def chaos(
     from tenuto.cli.commands.run import document_of, hang_of, supervised
     from tenuto.cli.console import remedies
     from tenuto.model.sizes import parse_time
-    from tenuto.report.rehearsal import rehearsed
+    from tenuto.report.struck import read_struck
     from tenuto.supervisor.chaos import Injector, drawn, traced, written
     from tenuto.supervisor.decide import Limits
     from tenuto.supervisor.strategies import Recovery, Rules
@@ -71,7 +71,7 @@ def chaos(
     injector, watch = Injector(plan, seed), Watch(hang_s=hang_of(hang), grace_s=parse_time(grace, "--grace"))
     recovery = Recovery(Rules(), remedies.roll_back, remedies.repair)
     account = supervised(command, limits, watch, journal=journal, json=json, injector=injector, recovery=recovery)
-    struck = rehearsed(Path(account.journal)) if account.journal else []
+    struck = read_struck(Path(account.journal)) if account.journal else []
     if json:
         told = {"injected": [one.document() for one in struck], "elapsed_s": account.elapsed_s}
         output.document("chaos", {**document_of(account), **told, "left": len(injector.faults)})

@@ -46,7 +46,7 @@ class Struck:
         return {**found, "outage": None if self.outage is None else asdict(self.outage)}
 
 
-def rehearsed(journal: Path) -> list[Struck]:
+def read_struck(journal: Path) -> list[Struck]:
     """Returns the faults that a journal tells of, in their order, each with what followed, and ends without a fault."""
     lines = list(read_lines(journal))
     whole = supervision_of(journal, lines)

@@ -1,6 +1,6 @@
 """Faults that a training process puts into itself, for a rehearsal: those that a signal from outside cannot make.
 
-`tenuto chaos` sets the variable `heartbeat.REHEARSAL`; without it nothing here is imported. The supervisor asks by a
+`tenuto chaos` sets the variable `heartbeat.CHAOS`; without it nothing here is imported. The supervisor asks by a
 small file beside the process's heartbeat, for which the process looks after each step.
 """
 
@@ -31,7 +31,7 @@ _DROP_ALL: Final = struct.pack("HBBI", 6, 0, 0, 0)
 
 @dataclass
 class Storage:
-    """Until when, by the monotonic clock, this process's stores are full or slow; `store.wrappers.rehearsed` looks."""
+    """Until when, by the monotonic clock, this process's stores are full or slow; `store.wrappers.struck` looks."""
 
     full_until_s: float = 0.0
     slow_until_s: float = 0.0
@@ -52,7 +52,7 @@ def _request(directory: Path, rank: int, pid: int) -> Path:
     return directory / f"{rank}-{pid}.fault"
 
 
-class Rehearsal:
+class OwnFaults:
     """Puts into this process what it is asked for. `state`: what it trains, None as long as that is not known."""
 
     def __init__(self, directory: Path, rank: int) -> None:

@@ -10,11 +10,11 @@ from tenuto.errors import StoreFull
 from tenuto.model.records import Receipt
 from tenuto.store.contract import Content
 from tenuto.store.wrappers.delegating import DelegatingStore
-from tenuto.telemetry.rehearsal import SLOW_S, storage
+from tenuto.telemetry.own_faults import SLOW_S, storage
 
 
-class RehearsedStore(DelegatingStore):
-    """Refuses puts, or delays them, while `telemetry.rehearsal.storage` says so."""
+class StruckStore(DelegatingStore):
+    """Refuses puts, or delays them, while `telemetry.own_faults.storage` says so."""
 
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
         now_s = time.monotonic()
