@@ -36,7 +36,7 @@ from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
 from tenuto.repo.keys import unlock
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.replicated.places import report_to
+from tenuto.repo.replicated.places import all_places, followers_of, report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
@@ -269,15 +269,22 @@ class RunSaver:
             self.saver.expect(share + share // 32 + SHARE_SPARE_BYTES)
 
     def begin(
-        self, attempt: Attempt, first_step: int, restored: CheckpointId | None, *, since_s: float | None = None
+        self,
+        attempt: Attempt,
+        first_step: int,
+        restored: CheckpointId | None,
+        *,
+        since_s: float | None = None,
+        at: int | None = None,
     ) -> None:
         """Begins to take saves of the claimed run. `restored`: the newest durable checkpoint of the line of training;
-        `since_s`: when a save of that line was last begun, where training resumes from a newer state in memory."""
+        `since_s`, `at`: when a save of that line was last begun, and the step, where training resumes from a newer
+        state in memory."""
         self.saver.attempt = attempt
         self.first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
         self.totals.begin()
-        self.heartbeat.beat(first_step)
+        self.heartbeat.beat(first_step if at is None else at)
         self.tiers.begin(attempt)
         if self._optimum is not None and self._coordinates:
             self._optimum.begin(self.repo, self.run, attempt.number)

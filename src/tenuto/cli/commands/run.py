@@ -190,12 +190,13 @@ def supervised(
     from tenuto.supervisor.notify import Notifier, urls_of
     from tenuto.supervisor.strategies import Recovery
     from tenuto.supervisor.supervise import Supervisor
+    from tenuto.telemetry.heartbeat import CHAOS
 
     path = Path(journal) if journal else default_path(os.getpid())
     noted = Journal(path, _line)
     supervisor = Supervisor(
         command, limits, watch, noted, _line, at_end=at_end, quiet_stdout=json, injector=injector,
-        recovery=recovery or Recovery(),
+        recovery=recovery or Recovery(), environment={**os.environ, **({CHAOS: "1"} if injector else {})},
     )  # fmt: skip
     supervisor.watching = watching(noted) if watching is not None else None
     notifier: Notifier | None = None
