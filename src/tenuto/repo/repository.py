@@ -35,7 +35,7 @@ from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_lease
 from tenuto.repo.identity import Identity, decode, keep_twice, read_identity, warn_of_damage
-from tenuto.repo.replicated.members import identity_of_followers, join, known, one_of_many
+from tenuto.repo.replicated.members import identity_of_followers, join, keys_of_followers, known, one_of_many
 from tenuto.repo.replicated.places import mark_damaged, places_of
 from tenuto.seal.cipher import tampered
 from tenuto.seal.keys import RepositoryKeys
@@ -192,6 +192,8 @@ class Repo:
             kept = identity_of_followers(store)
             if kept is None and before_create is not None:
                 before_create(store)
+            if kept is not None:
+                keys_of_followers(store)
             identity, created = cls._create(store, chunk_bytes, kept)
             wrong = ""
         else:
