@@ -35,7 +35,8 @@ test: setup
 test-long: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal --long
 
-# Against real servers on loopback, which are installed below build/servers: Ceph, Azurite, rclone, moto and HDFS. Where a
+# Against real servers on loopback, which are installed below build/servers: Ceph, Azurite, rclone, moto and HDFS; three
+# workers, since most of the time one waits for its servers. Where a
 # machine cannot have one its tests are skipped by name, but with TENUTO_STORES_REQUIRED=1 or CI set they fail.
 test-stores: setup
 	$(BIN)/python tests/stores/install.py
