@@ -18,6 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from campaigns.result_file import ResultHeader, deliver, options
 from campaigns.simulated_processes import replacing
+from campaigns.stateful.directed import run_directed
 from campaigns.stateful.machine import Product
 from campaigns.stateful.operator_rules import OperatorRules, counted
 from campaigns.stateful.ranks import RankProduct
@@ -212,6 +213,8 @@ def caught(bug: Bug, examples: int, number: int | None, product: type[OperatorRu
     """What contradicts the model while the bug is there; empty if nothing does."""
     with bug.patch():
         try:
+            if product is Product:
+                run_directed()
             histories(examples, number, product=product)
         except Exception as error:  # noqa: BLE001 - any contradiction will do, the product's own errors too
             return f"{type(error).__name__}: {str(error)[:200]}"
