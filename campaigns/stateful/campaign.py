@@ -231,6 +231,8 @@ def main(arguments: list[str] | None = None) -> int:
     counted.clear()
     contradictions = []
     try:
+        if not chosen.ranks:
+            run_directed()
         histories(chosen.examples, chosen.seed, product=product)
     except Exception as error:  # noqa: BLE001 - told below, and by the exit status
         contradictions.append(f"{type(error).__name__}: {error}")

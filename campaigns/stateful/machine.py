@@ -1,9 +1,12 @@
 """Random histories of the whole product, and a model of what must be true of them.
 
-Training processes save, crash at crash points, resume, roll back, take over and fork; a person removes, brings back,
-pins, copies directories and collects garbage; bits rot. A model of a few dictionaries says what must be true. After
-every step everything is verified, and the findings are exactly those that the model expects; `latest` is what an
-independent statement of I4 says; every checkpoint that the model holds whole loads bit for bit.
+Training processes save (plain or encoded), crash at crash points, resume, roll back, take over and fork. A person
+removes, brings back, pins, copies directories and collects garbage (`operator_rules`), and rolls back, forks, copies,
+renames, retains, repairs, notes and restores (`history_rules`). Bits rot, and clocks are wrong.
+
+A model of a few dictionaries says what must be true. After every step everything is verified, and the findings are
+exactly those that the model expects; `latest` is what an independent statement of I4 says; every checkpoint that the
+model holds whole loads bit for bit.
 """
 
 from __future__ import annotations
