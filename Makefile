@@ -179,7 +179,7 @@ ranks-crash-campaign: setup
 repair-campaign: setup
 	$(BIN)/python -m campaigns.corruption --repair --seconds 240 --cases 1000000 --seed 2 --json $(RESULTS)/repair.json
 
-stateful-campaign: setup
+ranks-stateful-campaign: setup
 	$(BIN)/python -m campaigns.stateful --ranks --examples 100 --seed 1 --json $(RESULTS)/r_stateful_ranks.json
 
 exact-resume-campaign: setup
