@@ -18,7 +18,7 @@ import numpy as np
 
 from tenuto.errors import Unserialisable, typed
 from tenuto.formats.contract import ArrayTensor, RawFile, RawTensor, Reader, Tensor, check_shape, run_boxes
-from tenuto.formats.pickles import PLAIN, Constant, Known, Unknown, resolved, unpickle
+from tenuto.formats.pickles import PLAIN, Constant, Known, Record, Unknown, resolved, unpickle
 from tenuto.model.leaf import DTYPES, dtype
 from tenuto.state.contract import Buffer
 
@@ -189,9 +189,12 @@ class Archive:
     def text(self, name: str, default: str) -> str:
         return self.data(name).decode("ascii", "replace").strip() if name in self.members else default
 
-    def load(self, *, constants: bool = False) -> tuple[Any, list[str]]:
+    def load(
+        self, *, constants: bool = False, known: Known | None = None, loose: bool = False
+    ) -> tuple[Any, list[str]]:
         """Returns what was saved, and remarks. Raises Unserialisable for a class or function that is no plain value and
-        no tensor, by its name. `constants`: element types and devices stay Constants, for whoever has torch."""
+        no tensor, by its name; with `loose` it is left out, with a remark. `constants`: element types and devices stay
+        Constants, for whoever has torch. `known`: more names that the pickle may use; a Record becomes its fields."""
         made: dict[tuple[Any, ...], Tensor] = {}
         file = self.file
 
@@ -220,16 +223,19 @@ class Archive:
             return made[key]
 
         data = self.data("data.pkl")
-        found = unpickle(data, {**_known(), **_tensors(tensor)}, file.refuse, persistent=storage)
+        found = unpickle(data, {**_known(), **_tensors(tensor), **(known or {})}, file.refuse, persistent=storage)
         top = found.value
         lightning = isinstance(top, dict) and LIGHTNING in top
         remarks: list[str] = []
         met: set[str] = set()
 
         def convert(value: Any, path: str) -> Any:
+            if isinstance(value, Record):
+                fields = value.state if isinstance(value.state, dict) else {}
+                return {name: one for name, one in fields.items() if isinstance(one, int | float | str)}
             if isinstance(value, Unknown):
                 met.add(value.name)
-                if not (lightning and path.partition("/")[0] in _LOOSE):
+                if not (loose or (lightning and path.partition("/")[0] in _LOOSE)):
                     raise unknown(file, value.name, path)
                 remarks.append(f"{path} is a {value.name}, which only its own code can read, and is left out")
                 return None
@@ -242,7 +248,7 @@ class Archive:
 
         tree = resolved(found, file.refuse, convert)
         for name in sorted(found.unknown - met):
-            if not (lightning and name.startswith(("lightning.", "pytorch_lightning."))):
+            if not (loose or (lightning and name.startswith(("lightning.", "pytorch_lightning.")))):
                 raise unknown(file, name, "")
         return tree, remarks
 
