@@ -20,6 +20,8 @@ pytest.importorskip("deepspeed")
 import tenuto
 from tenuto.errors import CorruptionError, Unserialisable
 
+EXTENSIONS = str(Path(sys.prefix) / "extensions")
+"""Where DeepSpeed's operator is compiled, once: by default a cache that each session of tests has anew."""
 SCRIPT = Path(__file__).with_name("scripts") / "deepspeed_loop.py"
 STEPS = 5
 CASES = [(1, "fp32", 3), (2, "bf16", 1), (3, "bf16", 2)]
@@ -37,6 +39,7 @@ def train(ranks: int, where: Path, stage: int, precision: str, out: Path, **envi
     processes = []
     for rank, log in enumerate(logs):
         own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
+        own["TORCH_EXTENSIONS_DIR"] = EXTENSIONS
         with log.open("w") as file:
             processes.append(subprocess.Popen(arguments, env=own, stdout=file, stderr=subprocess.STDOUT))
     deadline = monotonic() + 300
@@ -119,7 +122,7 @@ def test_its_own_checkpoint_is_read_whole(stage: int, precision: str, other: int
         _same(reader.tree, expected)
         counters = found(before / "out", 0)["counters"]
         assert reader.tree["engine"]["counters"]["global_samples"] == counters[1]
-    (done,) = tenuto.Repository.migrate(own, tmp_path / "taken").checkpoints
+    (done,) = tenuto.Repository.migrate(own, tmp_path / "taken").imported
     assert done.id.step == STEPS
     with tenuto.open(tmp_path / "taken") as opened, tenuto.open(before / "whole") as saved:
         for name in expected["weights"]:
@@ -146,7 +149,7 @@ def test_a_universal_checkpoint_is_read(trained: Any, tmp_path: Path) -> None:
     subprocess.run(
         [*command, "--input_folder", str(own), "--output_folder", str(out)],
         check=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": EXTENSIONS},
     )
     with tenuto.formats.read(out) as reader:
         assert reader.step == STEPS
