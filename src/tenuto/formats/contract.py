@@ -189,7 +189,7 @@ class SummedTensor(RawTensor):
         name: str,
         crc: int,
         first: int = 0,
-        sum: Callable[[Buffer, int], int] = zlib.crc32,
+        sum: Callable[[Any, int], int] = zlib.crc32,
     ) -> None:
         """`crc`: what `sum` makes of all bytes, begun with `first` (of what lies before them)."""
         super().__init__(file, offset, dtype, shape, name=name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import pickle
 import random
@@ -295,6 +297,28 @@ def metadata(tmp_path: Path) -> tuple[Path, bytes]:
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"w": torch.ones(4, 3), "n": 1}, checkpoint_id=tmp_path / "d")
     return tmp_path / "d", (tmp_path / "d" / ".metadata").read_bytes()
+
+
+def test_a_checkpoint_of_megatron_is_read_with_what_its_ranks_share(tmp_path: Path) -> None:
+    """Its files as torch writes them, in the layout of megatron/core/dist_checkpointing (0.16): core.py, common.py."""
+    weights = {
+        "decoder.layers.weight": torch.randn(4, 3),
+        "optimizer.state.exp_avg.decoder.layers.weight": torch.ones(4, 3),
+    }
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({**weights, "rng_state/shard_0_1": {"torch": torch.get_rng_state()}}, checkpoint_id=tmp_path)
+    common = {"iteration": 70, "args": argparse.Namespace(lr=1.0), "opt_param_scheduler": {"num_steps": 560}}
+    torch.save(common, tmp_path / "common.pt")
+    said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+    (tmp_path / "metadata.json").write_text(json.dumps(said))
+    with formats.read(tmp_path) as reader:
+        assert reader.step == 70 and reader.tree["opt_param_scheduler"] == {"num_steps": 560}
+        assert "args" not in reader.tree and any("argparse.Namespace" in one for one in reader.remarks)
+        for name, value in weights.items():
+            assert (reader.tree[name].read() == value.numpy()).all()
+    (tmp_path / "metadata.json").write_text(json.dumps(said | {"sharded_backend": "zarr"}))
+    with pytest.raises(Unserialisable, match="backend zarr"):
+        formats.read(tmp_path)
 
 
 def test_metadata_that_leads_elsewhere_or_is_code_is_refused(tmp_path: Path) -> None:
