@@ -27,6 +27,7 @@ _KNOWN: Final = {
     "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler": record("DynamicLossScaler"),
 }
 _RANK: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_(optim|model)_states\.pt")
+_NO_STATE: Final = ("ds_config", "optimizer_state_dict/zero_stage", "zero_stage")
 _MODEL: Final = "mp_rank_00_model_states.pt"
 _COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps")
 Run = tuple[Tensor, int, int]
@@ -50,7 +51,7 @@ class _Directory:
         found, remarks = Archive(file).load(known=_KNOWN, loose=True)
         if not isinstance(found, dict):
             file.refuse("it holds no table of a training's state")
-        self.remarks += [f"{path.name}: {one}" for one in remarks if not one.startswith("ds_config")]
+        self.remarks += [f"{path.name}: {one}" for one in remarks if not one.startswith(_NO_STATE)]
         return found
 
     def refuse(self, message: str) -> NoReturn:
