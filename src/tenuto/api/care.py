@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from tenuto.maintenance.compare_copy import CopyCheck
     from tenuto.maintenance.copy_elsewhere import CopyReport
     from tenuto.maintenance.rename_run import RenamedRun
+    from tenuto.maintenance.repack import Repacked
     from tenuto.maintenance.repair import RepairReport
     from tenuto.maintenance.repair_plan import RepairPlan
     from tenuto.maintenance.scrub import ScrubReport
     from tenuto.maintenance.verify import VerifyReport
+    from tenuto.policy.encoding import Encoding, Preset
     from tenuto.policy.spikes import Spike
 
 
@@ -90,7 +92,7 @@ class Care:
         verified. A training of that run there resumes from the newest. All appear at once, or none.
 
         `to_run`: None: the same name. `to_step`: the step of a single copy; None: that of its source. `stand_alone`:
-        copies the data within a repository too. What shares data files is in no tier, and `replicate` leaves it out.
+        copies the data within a repository too.
 
         Raises UsageError where names meet, the run has come as far already, or sealed bytes would leave their
         repository; RunInUse, CheckpointNotFound and CorruptionError, and errors of the stores.
@@ -113,6 +115,19 @@ class Care:
         from tenuto.maintenance.rename_run import execute, plan_rename
 
         return execute(self.repo, plan_rename(self.repo, run, new), emitter=self._emitter)
+
+    def repack(self, run: str = "main", *, encoding: Encoding | Preset = "small") -> Repacked:
+        """Rewrites the line of training of a run that has ended in another encoding: the same steps, values,
+        metrics, times and tags under a new attempt. Every byte is read back and compared before any of it is visible.
+        The originals go into the trash.
+
+        Raises RunInUse while a process trains the run, RemovalRefused where a pin or a hold names one of its
+        checkpoints, UsageError for checkpoints of several ranks, and SaveFailed where something else comes back.
+        """
+        from tenuto.maintenance.repack import execute, plan_repack
+        from tenuto.policy.encoding import encoding_of
+
+        return execute(self.repo, plan_repack(self.repo, run, encoding_of(encoding)), emitter=self._emitter)
 
     @staticmethod
     def migrate(

@@ -8,8 +8,8 @@ a killed process leaves is an unfinished save like any other, and freed by the n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any, Final, Literal
@@ -18,8 +18,8 @@ import numpy as np
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.read.lazy_reader import LazyReader
-from tenuto.engine.save.commit_protocol import ManifestCallback, SoloCommit
-from tenuto.engine.save.job import Job, ManifestDetails
+from tenuto.engine.save.held_commit import HeldCommit
+from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.errors import (
     CorruptionError,
@@ -27,7 +27,6 @@ from tenuto.errors import (
     NotARepository,
     SaveFailed,
     StateError,
-    TenutoError,
     UsageError,
     in_words,
     typed,
@@ -36,17 +35,13 @@ from tenuto.events import Emitter, Warned
 from tenuto.formats.contract import BLOCK_BYTES, Reader, Tensor, leaves
 from tenuto.formats.convert import Renaming, converted, converts, overflowed, paths, renamed
 from tenuto.formats.series import Found, find
-from tenuto.model import canonical_json
-from tenuto.model.canonical_json import Spelled
 from tenuto.model.ids import CheckpointId, check_run
-from tenuto.model.records import Index, IndexEntry, Manifest, Receipt
-from tenuto.repo.commit import commit
+from tenuto.model.records import Manifest
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim_newest
 from tenuto.repo.replicated.places import tiers_of
 from tenuto.repo.repository import Repo
-from tenuto.repo.unfinished import abort, free
 from tenuto.sharding.slices import Region
 from tenuto.state.contract import Buffer, Flattened
 from tenuto.state.encode.flattener import flatten
@@ -254,56 +249,6 @@ def _imported_before(repo: Repo, run: str) -> dict[int, Any]:
 # -- execution -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    manifest: Manifest
-    receipts: Sequence[Receipt]
-    tree: Spelled
-    index: Index
-
-
-class _HeldCommit(SoloCommit):
-    """Keeps the manifests of saves until all are to be put."""
-
-    def __init__(self, repo: Repo) -> None:
-        super().__init__(repo)
-        self.held: list[_Held] = []
-
-    def commit(
-        self,
-        job: Job,
-        index: Index,
-        entry: IndexEntry,
-        receipts: Sequence[Receipt],
-        *,
-        timed: bool,
-        report: ManifestCallback,
-    ) -> None:
-        tree = canonical_json.spell(job.flattened.tree)
-        manifest = job.manifest(tree, index, entry, job.timed() if timed else job.about)
-        report(replace(manifest, tree=None))
-        self.held.append(_Held(manifest, tuple(receipts), tree, index))
-
-    def put(self) -> None:
-        """Makes all checkpoints exist, in the order of steps."""
-        while self.held:
-            one = self.held[0]
-            commit(self._repo, one.manifest, one.receipts, tree=one.tree, own=(one.index,))
-            del self.held[0]
-            crashpoint("a migrated checkpoint is visible")
-
-    def take_back(self, report: Callable[[str], None]) -> None:
-        """Closes and frees all saves whose manifest was not put."""
-        for one in self.held:
-            id = one.manifest.id
-            try:
-                if abort(self._repo, id, one.manifest.save_id, by="the migration failed"):
-                    free(self._repo, id, names=[receipt.name.rpartition("/")[2] for receipt in one.receipts])
-            except TenutoError as trouble:
-                report(f"what {id} left behind stays until the run is claimed again: {trouble.message}")
-        self.held.clear()
-
-
 def execute(
     plan: MigrationPlan,
     where: Where,
@@ -339,7 +284,7 @@ def execute(
             hint="plan again",
         )
     attempt = claim_newest(repo, plan.run, newest, newest, again=lambda: (newest, newest))
-    protocol = _HeldCommit(repo)
+    protocol = HeldCommit(repo, visible="a migrated checkpoint is visible")
     imported: list[Imported] = []
     try:
         for one in plan.checkpoints:
@@ -348,7 +293,7 @@ def execute(
         protocol.put()
     finally:
         try:
-            protocol.take_back(lambda message: emit.emit(Warned(message, plan.run)))
+            protocol.take_back(lambda message: emit.emit(Warned(message, plan.run)), by="the migration failed")
         finally:
             attempt.release()
     if tiers_of(repo.store) is not None:
@@ -362,7 +307,7 @@ def execute(
 def _one(
     repo: Repo,
     attempt: Attempt,
-    protocol: _HeldCommit,
+    protocol: HeldCommit,
     planned: Planned,
     rules: Rules,
     *,

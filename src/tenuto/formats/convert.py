@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tenuto.codec.derived import rounded
 from tenuto.errors import UsageError, nearest
 from tenuto.formats.contract import Array, Tensor
 from tenuto.model.leaf import escape
@@ -95,16 +96,7 @@ def _rounded(values: Array, of: str, to: str) -> Array:
         single = values.astype(np.float32, copy=False)  # as torch does it, also where the source is longer
         if to == "float16":
             return single.astype(np.float16)
-    bits = np.ascontiguousarray(single).view(np.uint32)
-    near: Array = bits >> 16
-    near &= 1
-    near += 0x7FFF
-    near += bits
-    near >>= 16
-    nan = np.isnan(single)
-    if nan.any():
-        near[nan] = 0x7FC0
-    return near
+    return np.frombuffer(rounded(np.ascontiguousarray(single).data, "bfloat16"), np.uint16)
 
 
 # -- names ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Final, TypeVar
 
+from tenuto.codec.digest import digest
 from tenuto.concurrency.process import judge, this_process
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.crashpoints import crashpoint
@@ -36,13 +37,24 @@ from tenuto.errors import (
     TenutoError,
 )
 from tenuto.events import Emitter, Progress
+from tenuto.maintenance.census import ids_in_trash, is_run
 from tenuto.maintenance.copy_record import become_copy, check_target, identity_of
 from tenuto.maintenance.inspect import inspect
 from tenuto.maintenance.replica_tidy import free_in, is_ahead
+from tenuto.maintenance.shared_packs import (
+    Base,
+    bases_of,
+    lacking,
+    manifest_of,
+    needed_in,
+    out_of_trash,
+    own_packs,
+    packs_of,
+    put_base,
+)
 from tenuto.model import canonical_json
-from tenuto.model.ids import CheckpointId
+from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
-from tenuto.repo.bases import refuse_resting
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest, encode_aborted
 from tenuto.repo.refs import Kind, list_refs, numbers
@@ -79,6 +91,7 @@ class CopyPlan:
 
     tasks: the newest of each run first.
     whole: how many checkpoints the copy has already.
+    bases: removed here, and kept in the trash there for the packs that others need: those that lack something.
     small: claims, refs and proofs that it lacks.
     removed: what the copy has and this repository has no more.
     parts: saves of which the copy has some, and this repository nothing.
@@ -95,10 +108,13 @@ class CopyPlan:
     parts: tuple[CheckpointId, ...]
     leftovers: tuple[str, ...]
     there: Lengths = field(repr=False)
+    bases: tuple[CopyTask, ...] = ()
+    resting: frozenset[CheckpointId] = frozenset()
+    """What lies in the trash of the copy for others that rest on it."""
 
     @property
     def bytes(self) -> int:
-        return sum(task.bytes for task in self.tasks)
+        return sum(task.bytes for task in (*self.tasks, *self.bases))
 
     @property
     def behind(self) -> int:
@@ -179,11 +195,16 @@ def plan_copy(
     here = {entry.name: entry.length for entry in repo.store.walk(prefix)}
     tasks, whole = [], 0
     mine, theirs = _saves(here), _saves(there)
+    resting = frozenset(_in_trash(target, run))
+    bases = []
     for id, names in mine.items():
-        if (ids is not None and id not in ids) or not _is_checkpoint(repo, id, here, there):
-            continue
         lacks = tuple(name for name in names if there.get(name) != here[name])
         nbytes = sum(here[name] for name in lacks if object_names.is_pack(name))
+        if id in resting and id.manifest not in here:
+            bases += [CopyTask(id, lacks, nbytes, False)] if lacks else []
+            continue
+        if (ids is not None and id not in ids) or not _is_checkpoint(repo, id, here, there):
+            continue
         whole += not lacks
         tasks += [CopyTask(id, lacks, nbytes, id.manifest not in there)] if lacks else []
     claims = [name for name in here if name.endswith(f"/{object_names.ATTEMPT}")]
@@ -192,8 +213,8 @@ def plan_copy(
         for other in (*(f"refs/{kind}" for kind in _NAMED_BY), object_names.PROOFS):
             small += _missing(repo.store, target, other)
     small += _missing(repo.store, target, object_names.KEYS)
-    removed = [id for id, names in theirs.items() if id.manifest in names and id.manifest not in here]
-    parts = [id for id, names in theirs.items() if id.manifest not in names and id not in mine]
+    removed = [id for id, names in theirs.items() if id.manifest in names and not _is_checkpoint(repo, id, here, there)]
+    parts = [id for id, names in theirs.items() if id.manifest not in names and id not in mine and id not in resting]
     return CopyPlan(
         where=repo.url,
         to=target.url,
@@ -204,7 +225,15 @@ def plan_copy(
         parts=tuple(parts) if ids is None else (),
         leftovers=tuple(_dead(listed)),
         there=there,
+        bases=tuple(bases),
+        resting=resting,
     )
+
+
+def _in_trash(target: Store, run: str | None) -> Iterator[CheckpointId]:
+    copy = Repo(target, "", 0)
+    for one in filter(is_run, target.children("trash").directories) if run is None else [run_key(run)]:
+        yield from ids_in_trash(copy, one)
 
 
 def _missing(here: Store, there: Store, prefix: str) -> list[str]:
@@ -271,6 +300,7 @@ class _Copying:
         self._there = dict(plan.there)
         self._token = _token()
         self._claims: set[str] = set()
+        self._bases: set[CheckpointId] = set()
         self._moved = self._bytes = 0
         self._lock = threading.Lock()
 
@@ -289,9 +319,12 @@ class _Copying:
                     self._guarded(failed, self._bring_from_here, name)
                 elif object_names.is_key_ring(name):
                     self._guarded(failed, self._bring_keys, name)
-            for task in self.plan.tasks:
+            for task in (*self.plan.bases, *self.plan.tasks):
                 self._check_stop()
                 try:
+                    if task in self.plan.bases:
+                        self._bring_base(self._base(task.id))
+                        continue
                     self._copy(task.id)
                     copied.append(task.id)
                 except CheckpointNotFound:
@@ -309,8 +342,10 @@ class _Copying:
                     self._guarded(failed, self._withdraw, id)
             for id in self._prunable() if prune else ():
                 self._check_stop()
-                free_in(self.target, id)
+                self._prune(id)
                 pruned.append(id)
+            if prune and (pruned or self.plan.resting):
+                self._guarded(failed, self._free_unneeded, self.plan.resting.union(pruned))
         except _Stopped:
             stopped = True
         seconds = time.perf_counter() - began
@@ -347,9 +382,10 @@ class _Copying:
         data = self.repo.manifest_bytes(id)
         found = decode_manifest(data, id, self.repo.id)
         assert isinstance(found, Manifest), "manifest_bytes has looked"
-        refuse_resting(self.repo, found)
         self._bring_from_here(object_names.begin_name(id))
         try:
+            for base in bases_of(self.repo, found, every_pack=True):
+                self._bring_base(base)
             for entry in found.tables:
                 self._bring(f"{id.directory}/{entry.name}", self.repo.index_bytes(id, entry))
             packs = [(rank, file) for rank in range(len(found.indexes)) for file in self._lacking(found, rank)]
@@ -361,17 +397,34 @@ class _Copying:
         crashpoint("copied elsewhere, manifest not yet")
         if not self.repo.exists(id):
             raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id))
+        began_before = object_names.begin_name(id) in self.plan.there
         self._bring(id.manifest, data)
         self._check_parts(found)
+        if began_before:
+            out_of_trash(self.target, id)
         for note in self.repo.store.walk(object_names.notes_directory(id)):
             if note.name not in self._there:
                 self._bring_from_here(note.name)
+
+    def _base(self, id: CheckpointId) -> Base:
+        """Returns a checkpoint on which others rest, with all of its own packs."""
+        manifest, data = manifest_of(self.repo, id)
+        return Base(manifest, data, tuple(own_packs(self.repo, manifest)))
+
+    def _bring_base(self, base: Base) -> None:
+        """Brings all of a checkpoint but its manifest, which lies in the trash there until it is copied itself."""
+        if base.id not in self._bases:
+            put_base(self.repo, base, self.target, self._bring, mark=False)
+            lacks = [(rank, pack.name) for rank, pack in base.packs if self._there.get(base.name(pack)) != pack.length]
+            parallel_for(lambda one: self._copy_pack(base.manifest, *one), lacks, _THREADS)
+            self._there.update({base.name(pack): pack.length for _, pack in base.packs})
+            self._bases.add(base.id)
 
     def _lacking(self, manifest: Manifest, rank: int) -> list[str]:
         return [
             pack.name
             for pack in self.repo.packs(manifest, rank)
-            if self._there.get(f"{manifest.id.directory}/{pack.name}") != pack.length
+            if pack.at is None and self._there.get(f"{manifest.id.directory}/{pack.name}") != pack.length
         ]
 
     def _copy_pack(self, manifest: Manifest, rank: int, file: str) -> None:
@@ -399,10 +452,8 @@ class _Copying:
     def _check_parts(self, manifest: Manifest) -> None:
         """Takes the manifest back where a part is gone by now: another process has found this checkpoint removed."""
         id = manifest.id
-        now = {entry.name for entry in self.target.walk(id.directory)}
-        parts = [entry.name for entry in manifest.tables]
-        parts += [pack.name for rank in range(len(manifest.indexes)) for pack in self.repo.packs(manifest, rank)]
-        if any(f"{id.directory}/{file}" not in now for file in parts):
+        parts = [f"{id.directory}/{entry.name}" for entry in manifest.tables]
+        if lacking(self.target, [*parts, *packs_of(self.repo, manifest)]):
             self.target.delete([id.manifest])
             raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id))
 
@@ -464,9 +515,9 @@ class _Copying:
     # -- what is no more here ------------------------------------------------------------------------------------------
 
     def _is_known_here(self, id: CheckpointId) -> bool:
-        """Asks by name: the listing may be older than what another process has copied since."""
-        home = home_of(self.repo.store)
-        return exists(home, object_names.begin_name(id)) or exists(home, id.manifest)
+        """Asks by name: the listing may be older than what another process has copied since. Of what was freed here an
+        aborted mark is left."""
+        return exists(home_of(self.repo.store), object_names.begin_name(id)) or self.repo.exists(id)
 
     def _withdraw(self, id: CheckpointId) -> None:
         """Takes back the parts of a checkpoint that was removed here before all of it was copied."""
@@ -478,6 +529,20 @@ class _Copying:
             if not _is_mark(id.manifest, there, self.repo.id):
                 return  # another process had all of it in time
         free_in(self.target, id, manifest_last=True)
+
+    def _prune(self, id: CheckpointId) -> None:
+        """Removes a checkpoint there; what others may rest on waits in the trash."""
+        data = self.target.get(id.manifest, limit=MAX_MANIFEST)
+        self._bring(f"{object_names.trash_directory(id)}/{digest(data).hex()}.json", data)
+        self.target.delete([id.manifest])
+
+    def _free_unneeded(self, waiting: Collection[CheckpointId]) -> None:
+        """Frees what lies in the trash there and no checkpoint rests on."""
+        copy = Repo.open(self.target)
+        needed = needed_in(copy, copy.checkpoints())
+        for id in sorted(waiting):
+            if id not in needed:
+                free_in(self.target, id)
 
     def _prunable(self) -> list[CheckpointId]:
         """Returns what this repository has removed and nothing in the copy needs: no name, and never the newest whole

@@ -22,6 +22,7 @@ from tenuto.engine.memory_tier.image_store import Image, check_image, open_image
 from tenuto.engine.memory_tier.listing import FoundImage, images
 from tenuto.engine.memory_tier.seal import Seal
 from tenuto.engine.memory_tier.slot_file import LastingSlot
+from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, Superseded, TenutoError, typed
@@ -33,7 +34,7 @@ from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
 from tenuto.repo.commit import begin, commit, put_index
 from tenuto.repo.format.leaf_table import leaf_forms
 from tenuto.repo.format.object_names import index_file
-from tenuto.repo.keys import refuse_if_sealed
+from tenuto.repo.keys import unlock
 from tenuto.repo.ownership.claim import Attempt, claim, joined
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
@@ -60,7 +61,7 @@ def write_images(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> Check
             facts = {"flush": attempt.id}
             with Agreement.open(ThreadRanks(rank, count, kv_store), facts, DEADLINE_S) as agreement:
                 own = attempt if rank == 0 else joined(repo, attempt.record)
-                saved[rank] = _save(repo, own, images[rank], agreement)
+                saved[rank] = _save(repo, own, images[rank], GroupCommit(repo, agreement, deadline_s=DEADLINE_S))
         except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; raised below
             failed[rank] = error
 
@@ -74,10 +75,11 @@ def write_images(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> Check
     return saved[0]
 
 
-def _save(repo: Repo, attempt: Attempt, image: Image, agreement: Agreement) -> CheckpointId:
+def _save(repo: Repo, attempt: Attempt, image: Image, protocol: CommitProtocol) -> CheckpointId:
+    """Saves what an image holds as its training would have saved it: sealed, where the repository is."""
     manifest = image.manifest()
     flattened = flattened_of(image, manifest, image.repo.index(manifest, image.footer.rank))
-    saver = Saver(repo, attempt.run, lasting=False, protocol=GroupCommit(repo, agreement, deadline_s=DEADLINE_S))
+    saver = Saver(repo, attempt.run, lasting=False, protocol=protocol)
     saver.attempt = attempt
     try:
         about = ManifestDetails(
@@ -223,7 +225,8 @@ def execute(repo: Repo, plan: FlushPlan, *, report: Report | None = None) -> Flu
 
     Raises CorruptionError where the image of a process is not what was sealed, and no state of several ranks is, a
     damaged one of which is passed over, and reported; RunInUse if the run has a live owner, Superseded if another
-    process has gone on with the run since the plan, and errors of the store.
+    process has gone on with the run since the plan, KeyMissing where the repository is sealed and none is given, and
+    errors of the store.
     """
     damaged: CorruptionError | None = None
     for state in plan.states:
@@ -241,8 +244,7 @@ def execute(repo: Repo, plan: FlushPlan, *, report: Report | None = None) -> Flu
 
 
 def _flushed(repo: Repo, run: str, state: Sequence[JudgedImage], report: Report | None) -> Flushed:
-    resume = "start the training again: it resumes from there, and seals its saves"
-    refuse_if_sealed(repo, "what a training left in memory", hint=resume)
+    unlock(repo, writing=True)
     with ExitStack() as stack:
         slots: list[LastingSlot] = []
         opened: list[Image] = []
@@ -303,9 +305,13 @@ def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | Non
     attempt.leave()
     try:
         _judged(repo, run, images)  # as seen now that nobody else can claim unseen
-        if len(images) == 1:
+        if len(images) == 1 and repo.keys is None:
             return _commit(repo, attempt, images[0])
-        id = write_images(repo, attempt, images)
+        # An image is not sealed: a sealed repository gets other bytes than lie in memory.
+        if len(images) == 1:
+            id = _save(repo, attempt, images[0], SoloCommit(repo))
+        else:
+            id = write_images(repo, attempt, images)
         return Flushed(id, images[0].footer.id, repo.manifest(id).bytes)
     finally:
         attempt.release()

@@ -95,8 +95,8 @@ def plan_rename(repo: Repo, run: str, new: str) -> RenamePlan:
     if not ids:
         raise RunNotFound(f"run {run!r} has no checkpoint", subject=run, hint=typed("tenuto", "ls", repo.url))
     there = _copies(repo, new, old)
-    tags = _check_refs(repo, old)
-    _check_dependents(repo, ids, besides=(old, new))
+    tags = check_refs(repo, old)
+    check_dependents(repo, ids, besides=(old, new))
     top = max(number for number, steps in committed.items() if steps)
     attempts = []
     for number in sorted(committed):
@@ -136,26 +136,27 @@ def _copies(repo: Repo, new: str, old: str) -> dict[CheckpointId, CheckpointId]:
     return found
 
 
-def _check_refs(repo: Repo, run: str) -> tuple[tuple[str, CheckpointId], ...]:
+def check_refs(repo: Repo, run: str) -> tuple[tuple[str, CheckpointId], ...]:
+    """Returns the tags of a run, with what they name. Raises RemovalRefused for a pin or a hold."""
     refs = [ref for ref in list_refs(repo) if ref.id.run == run]
     for ref in refs:
         if ref.kind != "tag":
             raise RemovalRefused(
-                f"run {run!r} is not renamed: {ref.kind} {ref.name!r} names {ref.id}",
+                f"{ref.id} cannot get another name: {ref.kind} {ref.name!r} names it",
                 subject=str(ref.id),
                 hint=f"clear the {ref.kind} first",
             )
     return tuple((ref.name, ref.id) for ref in refs)
 
 
-def _check_dependents(repo: Repo, ids: Sequence[CheckpointId], *, besides: Sequence[str]) -> None:
+def check_dependents(repo: Repo, ids: Sequence[CheckpointId], *, besides: Sequence[str]) -> None:
     """Raises RemovalRefused where another run has nothing but a checkpoint of this one to resume from."""
     gone = set(ids)
     for other in (run for run in repo.runs() if run not in besides):
         newest = latest(repo, other)
         if newest in gone:
             raise RemovalRefused(
-                f"run {ids[0].run!r} is not renamed: run {other!r} was forked from {newest}, and has no checkpoint yet",
+                f"{newest} cannot get another name: run {other!r} was forked from it, and has no checkpoint yet",
                 subject=str(newest),
                 hint=f"let {other!r} save first",
             )

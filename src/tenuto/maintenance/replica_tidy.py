@@ -120,6 +120,9 @@ def _follow(places: ReplicatedStore, place: Store, id: CheckpointId) -> None:
     try:
         places.home.stat(id.manifest)
     except ObjectNotFound:
+        trash = object_names.trash_directory(id)
+        for file in places.home.children(trash).objects if not places.declared.per_node else ():
+            places.replica(place).copy_from_home(f"{trash}/{file}")  # first: others may rest on its packs
         place.delete([id.manifest] if here else [])
     else:
         places.replica(place).copy_from_home(id.manifest)
@@ -137,6 +140,7 @@ def free_in(place: Store, id: CheckpointId, *, manifest_last: bool = False) -> b
     ]
     place.delete([] if manifest_last else [id.manifest])
     place.delete([*own, *left])
+    place.delete([entry.name for entry in place.walk(object_names.trash_directory(id))] if own else [])
     place.delete([object_names.begin_name(id)])
     place.delete([id.manifest] if manifest_last else [])
     return any(map(object_names.is_pack, own))

@@ -14,9 +14,10 @@ from tenuto.engine.read.copy_packs import copy_packs
 from tenuto.errors import CheckpointNotFound, CorruptionError, RepositoryError, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.replica_tidy import targets
+from tenuto.maintenance.shared_packs import out_of_trash
+from tenuto.maintenance.tier_copies import bring_bases
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
-from tenuto.repo.bases import refuse_resting
 from tenuto.repo.format import object_names
 from tenuto.repo.replicated.places import copies_of, places_of, unreachable
 from tenuto.repo.replicated.replica import UnreachableReplica, exists
@@ -66,9 +67,10 @@ def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
     unfound: list[str] = []
     failed: list[TenutoError] = []
     found = targets(repo)
+    planned: dict[str, set[str]] = {target.url: set() for target in found}
     for id in sorted(ids, reverse=True):
         try:
-            for one in _lacking(repo, repo.manifest(id), found, unfound):
+            for one in _lacking(repo, repo.manifest(id), found, unfound, planned):
                 copies.append(one)
         except CheckpointNotFound:
             continue
@@ -82,16 +84,21 @@ def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
     return ReplicatePlan(repo.url, tuple(copies), tuple(unfound), tuple(unreachable(repo.store)), tuple(failed))
 
 
-def _lacking(repo: Repo, manifest: Manifest, found: Sequence[Store], unfound: list[str]) -> list[Copying]:
+def _lacking(
+    repo: Repo, manifest: Manifest, found: Sequence[Store], unfound: list[str], planned: dict[str, set[str]]
+) -> list[Copying]:
+    """`planned`: the packs that other checkpoints of the plan bring a place already."""
     packs: dict[str, list[tuple[str, int]]] = {target.url: [] for target in found}
     for rank in range(len(manifest.indexes)):
         for pack in repo.packs(manifest, rank):
             name = pack.object_name(manifest.id)
             have = {store.url for store in copies_of(repo.store, name)}
-            if not have:
+            if not have and name not in unfound:
                 unfound.append(name)
             for url in packs.keys() - have if have else ():
-                packs[url].append((name, pack.length))
+                if name not in planned[url]:
+                    planned[url].add(name)
+                    packs[url].append((name, pack.length))
     copies = []
     for number, target in enumerate(found):
         wanted = packs[target.url]
@@ -99,8 +106,6 @@ def _lacking(repo: Repo, manifest: Manifest, found: Sequence[Store], unfound: li
         if wanted or small:
             names, nbytes = tuple(name for name, _ in wanted), sum(nbytes for _, nbytes in wanted)
             copies.append(Copying(manifest.id, target.url, names, tuple(small), nbytes))
-    if copies:
-        refuse_resting(repo, manifest)
     return copies
 
 
@@ -128,9 +133,14 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
         try:
             before = [name for name in copying.small if object_names.is_index(name)]
             _bring(repo, target, before)
-            if copying.packs and copying.id is not None:
-                copy_packs(repo, repo.manifest(copying.id), dict.fromkeys(copying.packs), target, advance)
+            if copying.id is not None:
+                manifest = repo.manifest(copying.id)
+                bring_bases(repo, manifest, target, advance)
+                own = [name for name in copying.packs if object_names.save_of(name) == copying.id]
+                copy_packs(repo, manifest, dict.fromkeys(own), target, advance)
             _bring(repo, target, [name for name in copying.small if name not in before])
+            if copying.id is not None and copying.id.manifest in copying.small:
+                out_of_trash(target, copying.id)
         except CheckpointNotFound:
             continue
         except (CorruptionError, StoreError) as error:

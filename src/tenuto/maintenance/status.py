@@ -19,6 +19,7 @@ from tenuto.engine.memory_tier.listing import images
 from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RepositoryError, StoreError, TenutoError
 from tenuto.maintenance.copy_record import check_target, registered_copies
 from tenuto.maintenance.flush import judge_found
+from tenuto.maintenance.shared_packs import packs_of
 from tenuto.maintenance.tier_copies import in_place
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
@@ -212,14 +213,18 @@ def _run(
             manifest = there.manifest(id)
         except (CheckpointNotFound, CorruptionError):
             continue  # removed meanwhile, or damaged: not what training resumes from
-        listed = [_listed(store, id) for _, store in places]
-        whole = tuple(_wholeness(manifest, names) for names in listed)
+        try:
+            needed = packs_of(there, manifest)
+        except (CorruptionError, StoreError):
+            needed = {}  # no place can be said to have it
+        listed = [_listed(store, (id, *manifest.bases)) for _, store in places]
+        whole = tuple(_wholeness(manifest, needed, names) for names in listed)
         spread.append(Spread(id, manifest.bytes, manifest.created, whole))
         for failure in FAILURES:
             if failure not in best:
                 left = [place for place, (one, _) in enumerate(places) if failure in one.survives]
                 union = {name: length for place in left for name, length in listed[place].items()}
-                if _wholeness(manifest, union) == "whole":
+                if _wholeness(manifest, needed, union) == "whole":
                     urls = [places[place][0].url for place in left if whole[place] == "whole"]
                     best[failure] = _recovery(failure, manifest, urls, rates)
     if (
@@ -251,22 +256,24 @@ def _newest(repo: Repo, run: str, newest: int) -> dict[CheckpointId, Repo]:
     )
 
 
-def _listed(store: Store | None, id: CheckpointId) -> dict[str, int]:
+def _listed(store: Store | None, ids: Sequence[CheckpointId]) -> dict[str, int]:
     if store is None:
         return {}
     try:
-        return {entry.name: entry.length for entry in store.walk(id.directory)}
+        return {entry.name: entry.length for id in ids for entry in store.walk(id.directory)}
     except StoreError:
         return {}
 
 
-def _wholeness(manifest: Manifest, names: Mapping[str, int]) -> Wholeness:
-    """Judges by lengths, with the names that are there."""
-    packs = sum(length for name, length in names.items() if object_names.is_pack(name))
-    tables = all(names.get(f"{manifest.id.directory}/{entry.name}") == entry.length for entry in manifest.tables)
-    if tables and packs == manifest.stored_bytes and manifest.id.manifest in names:
+def _wholeness(manifest: Manifest, needed: Mapping[str, int], names: Mapping[str, int]) -> Wholeness:
+    """Judges by lengths, with the names that are there. `needed`: the data files, also of others."""
+    directory = manifest.id.directory
+    tables = all(names.get(f"{directory}/{entry.name}") == entry.length for entry in manifest.tables)
+    packs = bool(needed) and all(names.get(name) == length for name, length in needed.items())
+    if tables and packs and manifest.id.manifest in names:
         return "whole"
-    return "part" if packs else ""
+    own = (name for name in names if name.startswith(f"{directory}/"))
+    return "part" if any(map(object_names.is_pack, own)) or (manifest.bases and manifest.id.manifest in names) else ""
 
 
 def _recovery(failure: Failure, manifest: Manifest, urls: Sequence[str], rates: Mapping[str, float]) -> Recovery:

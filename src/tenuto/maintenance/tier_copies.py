@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from itertools import takewhile
 from typing import Final
 
@@ -28,10 +30,17 @@ from tenuto.errors import (
     in_words,
 )
 from tenuto.maintenance.replica_tidy import free_in
+from tenuto.maintenance.shared_packs import (
+    bases_of,
+    lacking,
+    manifest_of,
+    out_of_trash,
+    packs_of,
+    put_base,
+)
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, Manifest
 from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion
-from tenuto.repo.bases import refuse_resting
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.lineage import latest, resolve, walk
@@ -45,6 +54,8 @@ from tenuto.units import size
 BROUGHT: Final = 3
 """How many checkpoints a primary takes over from another tier: one to resume from, and others in case of damage."""
 
+Bases = Callable[[CheckpointId], Iterable[CheckpointId]]
+"""Returns on what a checkpoint rests."""
 Held = Mapping[CheckpointId, Mapping[str, int]]
 """What a place has of each save of a run: the files below the save's directory, with their lengths."""
 
@@ -70,39 +81,63 @@ def has_packs(id: CheckpointId, files: Iterable[str], *, own: bool = False) -> b
     return any(object_names.is_pack(name) and not (own and object_names.is_home_pack(name)) for name in names)
 
 
-def packs_of(repo: Repo, manifest: Manifest) -> dict[str, int]:
-    """Returns the names of the data files of a checkpoint, with their lengths."""
-    ranks = range(len(manifest.indexes))
-    return {pack.object_name(manifest.id): pack.length for rank in ranks for pack in repo.packs(manifest, rank)}
-
-
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
 def fill(repo: Repo, place: Store, id: CheckpointId) -> bool:
-    """Brings a follower whatever it lacks of a checkpoint, from the fastest places that have it, each byte verified.
-    Returns whether the manifest was put by this call.
+    """Brings a follower whatever it lacks of a checkpoint, also of what it rests on, from the fastest places that have
+    it, each byte verified. Returns whether the manifest was put by this call.
 
-    Raises RepositoryError where it rests on packs of others, CheckpointNotFound where it is removed meanwhile,
-    CorruptionError where no place has something undamaged, and StoreError.
+    Raises CheckpointNotFound where it is removed meanwhile, CorruptionError where no place has something undamaged, and
+    StoreError.
     """
     manifest = repo.manifest(id)
-    refuse_resting(repo, manifest)
     places = places_of(repo.store)
     assert places is not None, "a follower is one of several stores"
     there = place.children(id.directory).objects
-    places.replica(place).prepare(id.manifest)
+    places.replica(place).prepare(id.manifest)  # its begin.json says there what it will rest on
     for entry in manifest.tables:
         if entry.name not in there:
             _put(place, f"{id.directory}/{entry.name}", repo.index_bytes(id, entry))
+    bring_bases(repo, manifest, place)
     crashpoint("tier has the tables of a checkpoint, not its data files")
-    wanted = [name for name in packs_of(repo, manifest) if name.rpartition("/")[2] not in there]
-    copy_packs(repo, manifest, dict.fromkeys(wanted), place, _unheard)
+    needed = packs_of(repo, manifest)
+    own = [name for name in needed if object_names.save_of(name) == id]
+    copy_packs(repo, manifest, dict.fromkeys(name for name in own if name.rpartition("/")[2] not in there), place)
     crashpoint("tier has the data files of a checkpoint, not its manifest")
     made = object_names.MANIFEST not in there and _put(place, id.manifest, repo.manifest_bytes(id))
     crashpoint("tier has a checkpoint")
+    if made and there:
+        out_of_trash(place, id)
+    if made and manifest.bases and (lost := lacking(place, needed)):
+        place.delete([id.manifest])  # whoever cleans up there has not seen it come
+        raise StoreError(f"{lost[0]} was removed from {place.url} while {id} was copied", subject=str(id))
     copy_notes(repo, place, id)
     return made
+
+
+def bring_bases(
+    repo: Repo, manifest: Manifest, place: Store, report: Callable[[str, int], None] = lambda name, nbytes: None
+) -> None:
+    """Brings a place the packs of others that a checkpoint needs, and what it takes to keep them there. `report`: is
+    called with the name and bytes of each. Raises as `fill`."""
+    places = places_of(repo.store)
+    assert places is not None, "one of several stores"
+    try:
+        for base in bases_of(repo, manifest):
+            if place is not places.home:
+                places.replica(place).prepare(base.id.manifest)
+                put_base(repo, base, place, partial(_put, place))
+            lacks = lacking(place, [base.name(pack) for _, pack in base.packs])
+            for rank, pack in base.packs:
+                if base.name(pack) in lacks and copy_pack(repo, base.manifest, rank, pack.name, target=place):
+                    report(base.name(pack), pack.length)
+    except (CorruptionError, ObjectNotFound):
+        if not repo.exists(manifest.id):
+            raise CheckpointNotFound(
+                f"{manifest.id} was removed while it was copied", subject=str(manifest.id)
+            ) from None
+        raise
 
 
 def fill_now(repo: Repo, id: CheckpointId, report: Callable[[str], None]) -> None:
@@ -160,14 +195,9 @@ def _refs_and_keys(store: Store) -> set[str]:
 def promote(repo: Repo, id: CheckpointId) -> None:
     """Brings the primary the data files of a checkpoint that it lacks. Raises as `fill`."""
     manifest, home = repo.manifest(id), home_of(repo.store)
-    refuse_resting(repo, manifest)
-    there = home.children(id.directory).objects
-    wanted = [name for name in packs_of(repo, manifest) if name.rpartition("/")[2] not in there]
-    copy_packs(repo, manifest, dict.fromkeys(wanted), home, _unheard)
-
-
-def _unheard(name: str, nbytes: int) -> None:
-    """Nobody asks how far a copy in the background has come."""
+    bring_bases(repo, manifest, home)
+    own = [name for name in packs_of(repo, manifest) if object_names.save_of(name) == id]
+    copy_packs(repo, manifest, dict.fromkeys(lacking(home, own)), home)
 
 
 def _put(place: Store, name: str, data: bytes) -> bool:
@@ -181,7 +211,7 @@ def _put(place: Store, name: str, data: bytes) -> bool:
 
 def bring_own(repo: Repo, id: CheckpointId, names: Iterable[str]) -> None:
     """Brings the primary data files that this node has. Raises as `fill`."""
-    copy_packs(repo, repo.manifest(id), dict.fromkeys(names), home_of(repo.store), _unheard)
+    copy_packs(repo, repo.manifest(id), dict.fromkeys(names), home_of(repo.store))
 
 
 # -- what another tier knows -------------------------------------------------------------------------------------------
@@ -300,6 +330,7 @@ def _intact(there: Repo, home: Store, ids: Iterable[CheckpointId], report: Calla
             manifest = there.manifest(id)
             for entry in manifest.tables:
                 there.index_bytes(id, entry)
+            bases_of(there, manifest)
         except (CorruptionError, CheckpointNotFound) as error:
             report(f"step {id.step} in {there.url} is not taken over: {error.message}")
             continue
@@ -337,6 +368,8 @@ def bring(repo: Repo, follower: Store, run: str, wanted: int | str, takeover: Ta
 def _take_over(there: Repo, takeover: Takeover, id: CheckpointId) -> None:
     """Brings the primary a checkpoint but for its data files, its manifest last."""
     manifest = there.manifest(id)
+    for base in bases_of(there, manifest):
+        put_base(there, base, takeover.home, takeover.put, mark=False)
     begin = object_names.begin_name(id)
     takeover.put(begin, there.store.get(begin, limit=MAX_MANIFEST))
     for entry in manifest.tables:
@@ -370,7 +403,7 @@ def heal(repo: Repo, name: str, place: Store) -> bool:
     assert id is not None, "it lies in a save"
     if not _is_ours(repo, place, id):
         return False
-    manifest, file = repo.manifest(id), name.rpartition("/")[2]
+    manifest, file = manifest_of(repo, id)[0], name.rpartition("/")[2]
     table = next((entry for entry in manifest.tables if entry.name == file), None)
     if table is not None:
         data = repo.index_bytes(id, table)
@@ -382,7 +415,7 @@ def heal(repo: Repo, name: str, place: Store) -> bool:
         copy_pack(repo, manifest, rank, file, target=place, replaces=True)
     except (CorruptionError, ObjectNotFound):
         return False
-    if not repo.exists(id):
+    if not (repo.exists(id) or home_of(repo.store).children(object_names.trash_directory(id)).objects):
         place.delete([name])
     return True
 
@@ -424,28 +457,47 @@ class WithinCapacity(KeepPolicy):
         ]
 
 
-def beyond(place: Held, capacity: int, elsewhere: Callable[[CheckpointId], bool]) -> tuple[list[CheckpointId], int]:
+def bases_in(repo: Repo) -> Bases:
+    """Returns what tells on what a checkpoint rests; nothing of one that cannot be read. Reads each manifest once."""
+
+    @cache
+    def bases(id: CheckpointId) -> tuple[CheckpointId, ...]:
+        try:
+            return repo.manifest(id).bases
+        except (CheckpointNotFound, CorruptionError):
+            return ()
+
+    return bases
+
+
+def beyond(
+    place: Held, capacity: int, elsewhere: Callable[[CheckpointId], bool], bases: Bases = lambda id: ()
+) -> tuple[list[CheckpointId], int]:
     """Returns the checkpoints that have to go from a place for its capacity, oldest first, of those that lie whole
-    `elsewhere`; and by how many bytes it is over its capacity then."""
+    `elsewhere`; and by how many bytes it is over its capacity then. What one that stays rests on (`bases`) frees
+    nothing."""
     over = sum(sum(files.values()) for files in place.values()) - capacity
     going: list[CheckpointId] = []
-    for id in sorted(place, key=_age):
+    needs = Counter(one for id in place if object_names.MANIFEST in place[id] for one in {id, *bases(id)})
+    for id in sorted((id for id in place if object_names.MANIFEST in place[id]), key=_age):
         if over <= 0:
             break
         if elsewhere(id):
             going.append(id)
-            over -= sum(place[id].values())
+            for one in {id, *bases(id)}:
+                needs[one] -= 1
+                over -= sum(place[one].values()) if one in place and not needs[one] else 0
     return going, max(over, 0)
 
 
-def lies_in(place: Store, id: CheckpointId, files: Iterable[str]) -> bool:
-    """Returns whether the manifest of a checkpoint lies in the place, and what there is of data files among `files`;
-    False also if unknown. Asked before another copy goes: a place may have lost what it once had."""
+def lies_in(repo: Repo, place: Store, id: CheckpointId) -> bool:
+    """Returns whether a checkpoint lies in the place with all the data files that it needs; False also if unknown.
+    Asked before another copy goes: a place may have lost what it once had."""
     try:
-        there = place.children(id.directory).objects
-    except StoreError:
+        there = in_place(repo, place)
+        return not lacking(place, packs_of(there, there.manifest(id)))
+    except (StoreError, CheckpointNotFound, CorruptionError):
         return False
-    return object_names.MANIFEST in there and {file for file in files if has_packs(id, [file])} <= set(there)
 
 
 def free_copies(repo: Repo, place: Store, ids: Iterable[CheckpointId], slower: Iterable[Store]) -> list[CheckpointId]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tenuto.errors import CorruptionError, RepositoryError, typed
+from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import Manifest
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned
 
@@ -38,23 +37,6 @@ def _is_there(repo: Repo, id: CheckpointId, base: CheckpointId) -> bool:
         repo.store.settle(base.manifest)  # what this attempt has committed is durable
     # In this order: a removal takes its tombstone back when the manifest is gone.
     return not is_tombstoned(repo, base) and repo.exists(base)
-
-
-def refuse_resting(repo: Repo, manifest: Manifest) -> None:
-    """Raises RepositoryError for a checkpoint that rests on packs of others: a copy of its own objects alone could not
-    be restored."""
-    if manifest.bases:
-        raise RepositoryError(
-            f"{manifest.id} is not copied: {rests_on(manifest)}",
-            subject=str(manifest.id),
-            hint=f"{typed('tenuto', 'export', repo.url, 'OUT.safetensors', '--step', manifest.id)} writes its tensors; "
-            "a save with encoding='plain' stands alone",
-        )
-
-
-def rests_on(manifest: Manifest) -> str:
-    """Returns in words why it does not stand alone."""
-    return f"it rests on {data_files_of(manifest.bases)}"
 
 
 def data_files_of(bases: Sequence[CheckpointId]) -> str:

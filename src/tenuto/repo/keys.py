@@ -98,7 +98,10 @@ def find_key(repo: Repo, given: KeySource | None = None) -> RepositoryKeys:
     Raises KeyMissing where the repository has no keys, or none was given; WrongKey where what was given opens no slot;
     CorruptionError for a damaged key ring.
     """
-    ring = ring_of(repo)
+    return _opened(ring_of(repo), given)
+
+
+def _opened(ring: KeyRing, given: KeySource | None) -> RepositoryKeys:
     return open_ring(ring, [secret_from(given)] if given is not None else [*from_environment(), *named_by(ring)])
 
 
@@ -110,12 +113,11 @@ def unlock(repo: Repo, given: KeySource | None = None, *, writing: bool = False)
     Raises KeyMissing where keys are given and the repository has none, or where a process that saves has none;
     WrongKey; CorruptionError for a damaged key ring.
     """
-    if given is None:
-        ring = read_ring(repo).ring if repo.had(KEYS) else None
-        if ring is None or not (ring.slots or writing):
-            return
+    ring = read_ring(repo).ring if given is not None or repo.had(KEYS) else None
+    if given is None and (ring is None or not (ring.slots or writing)):
+        return
     try:
-        repo.keys = find_key(repo, given)
+        repo.keys = _opened(usable_ring(repo, ring), given)
     except KeyMissing:
         if given is not None or writing:
             raise
@@ -129,7 +131,11 @@ def refuse_if_sealed(repo: Repo, what: str, *, hint: str) -> None:
 
 def ring_of(repo: Repo) -> KeyRing:
     """Returns the key ring. Raises KeyMissing where the repository has none."""
-    ring = read_ring(repo).ring
+    return usable_ring(repo, read_ring(repo).ring)
+
+
+def usable_ring(repo: Repo, ring: KeyRing | None) -> KeyRing:
+    """Returns the ring that was read. Raises KeyMissing where there is none, or one without slots."""
     if ring is None:
         raise KeyMissing(
             f"the repository at {repo.url} has no keys: nothing in it is sealed",

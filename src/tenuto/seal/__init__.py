@@ -1,2 +1,2 @@
-"""Sealing: keys and their slots, encryption of chunks and tables, authentication, signatures. Nothing here knows a
+"""Sealing: keys and their slots, encryption of chunks, authentication, signatures. Nothing here knows a
 store."""

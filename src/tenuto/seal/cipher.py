@@ -1,4 +1,4 @@
-"""AES-256-GCM for chunks and tables, HMAC-SHA256 for what stays readable, HKDF-SHA256 between the keys.
+"""AES-256-GCM for chunks, HMAC-SHA256 for what stays readable, HKDF-SHA256 between the keys.
 
 A key that lives long (a repository key, or one that wraps it) never encrypts directly: each use derives a key of its
 own from 32 random bytes (`wrap`), so that no number of uses can repeat key and nonce. A pack has a data key of its own,
@@ -31,9 +31,6 @@ MAX_CHUNK: Final = 16 << 20
 MAX_PLACE: Final = (1 << 62) - 1
 WRAPPED: Final = 32 + TAG
 """By how many bytes `wrap` lengthens."""
-_PROTECTED: Final = b"tenuto sealed 1\n"
-"""How every sealed table begins."""
-_NUMBER: Final = 4
 MAX_KEY_NUMBER: Final = 1 << 20
 Buffer = bytes | bytearray | memoryview
 Digests = np.ndarray[Any, np.dtype[np.uint8]]
@@ -177,36 +174,7 @@ class PackSealer:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whole objects, under a repository key. Each says the number of its key.
-
-
-def seal_table(key: bytes, number: int, data: Buffer, identity: Identity) -> bytes:
-    """Encrypts a whole object, which opens under this identity alone."""
-    head = _PROTECTED + number.to_bytes(_NUMBER, "little")
-    return head + wrap(key, data, purpose="table", bound=head + identity.bound("table"))
-
-
-def table_key(data: Buffer, name: str) -> int:
-    """Returns the number of the key that a sealed table needs. Raises CorruptionError if it is none."""
-    head = len(_PROTECTED)
-    if bytes(data[:head]) != _PROTECTED or len(data) < head + _NUMBER + WRAPPED:
-        raise CorruptionError(f"{name} is not sealed, or cut", subject=name, object=name)
-    return int.from_bytes(bytes(data[head : head + _NUMBER]), "little")
-
-
-def is_sealed(data: Buffer) -> bool:
-    """Returns whether bytes begin as a sealed table does."""
-    return bytes(data[: len(_PROTECTED)]) == _PROTECTED
-
-
-def open_table(key: bytes, data: Buffer, identity: Identity) -> bytes:
-    """Returns what `seal_table` was given. Raises Tampered."""
-    head = len(_PROTECTED) + _NUMBER
-    bound = bytes(data[:head]) + identity.bound("table")
-    found = unwrap(key, memoryview(data)[head:], purpose="table", bound=bound)
-    if found is None:
-        raise tampered(identity.name)
-    return found
+# What a repository key opens, hides and signs.
 
 
 def open_data_key(key: bytes, wrapped: bytes, identity: Identity) -> PackKey:

@@ -84,13 +84,6 @@ class RepositoryKeys:
         number, rest = cipher.split_number(wrapped, identity.name)
         return cipher.open_data_key(self.key(number, identity.name), _bytes(rest, identity.name), identity)
 
-    def seal_table(self, data: Buffer, identity: Identity) -> bytes:
-        return cipher.seal_table(self.newest, self.number, data, identity)
-
-    def open_table(self, data: Buffer, identity: Identity) -> bytes:
-        """Raises KeyMissing, Tampered; CorruptionError for what is no sealed table."""
-        return cipher.open_table(self.key(cipher.table_key(data, identity.name), identity.name), data, identity)
-
     def hide(self, digests: Digests, number: int, name: str) -> Digests:
         """Returns digests of contents, uint8 [n, 16], as a sealed index has them: equal ones stay equal, and tell
         nothing else to who has no key. Raises KeyMissing, as `key`."""

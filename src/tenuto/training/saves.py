@@ -28,12 +28,10 @@ from tenuto.errors import (
     SaveTorn,
     StateError,
     TenutoError,
-    UsageError,
 )
 from tenuto.events import Emitter, Event, SaveDelayed, SaveFailedEvent, SaveSkipped
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, run_key
-from tenuto.policy.encoding import Encoding
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
 from tenuto.repo.keys import unlock
@@ -42,7 +40,7 @@ from tenuto.repo.replicated.places import all_places, followers_of, report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
-from tenuto.telemetry.heartbeat import ENDING, TRAINING, Heartbeat
+from tenuto.telemetry.heartbeat import ENDED, ENDING, TRAINING, Heartbeat
 from tenuto.training.arguments import Settings
 from tenuto.training.exit_status import ExitStatus
 from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, UnloggedMetrics
@@ -51,19 +49,6 @@ from tenuto.training.save_costs import OptimumFacts
 from tenuto.training.stats import SaveTotals, Stats
 from tenuto.training.tier_worker import TierWorker
 from tenuto.training.unhealthy import HealthReports
-
-
-def _possible(encoding: Encoding, repo: Repo) -> Encoding:
-    """Raises UsageError for an encoding in a repository of several places: each of them would need the packs of every
-    checkpoint that one rests on."""
-    if not (encoding.plain and repo.keys is None) and len(all_places(repo.store)) + len(followers_of(repo.store)) > 1:
-        raise UsageError(
-            f"{repo.url} has several locations, and checkpoints that are encoded or sealed lie in one",
-            subject="encoding",
-            hint="encoding='plain', or one place alone",
-        )
-    return encoding
-
 
 # --------------------------------------------------------------------------------------------------
 # Whether a save that is due may be taken: at once, when one before has ended, or not at all.
@@ -180,8 +165,10 @@ NOTE_DEADLINE_S = 60.0
 class RunSaver:
     """Takes the saves of one run, and does what follows their commits."""
 
-    def __init__(self, repo: Repo, settings: Settings, emitter: Emitter, group: RankGroup) -> None:
-        """`group`: the ranks with which this process saves."""
+    def __init__(
+        self, repo: Repo, settings: Settings, emitter: Emitter, group: RankGroup, state: Mapping[str, Any]
+    ) -> None:
+        """`group`: the ranks with which this process saves. `state`: what it trains."""
         self.repo = repo
         self.run = run = settings.run
         report_to(repo.store, self.report)
@@ -209,7 +196,9 @@ class RunSaver:
                 group=group,
             )
         unlock(repo, settings.key, writing=True)
-        self.heartbeat = Heartbeat.from_environment(group.rank, where=repo.url, run=run)
+        places = [store.url for store in (*all_places(repo.store), *followers_of(repo.store))]
+        self.heartbeat = Heartbeat.from_environment(group.rank, where=repo.url, run=run, places=places)
+        self.heartbeat.trains(state)
         protocol = group.protocol(repo)
         self.saver = Saver(
             repo,
@@ -223,7 +212,7 @@ class RunSaver:
             memory=self.memory.written_from if self.memory is not None else None,
             beside=self.memory.tier if self.memory is not None else None,
             protocol=protocol,
-            encoding=_possible(settings.encoding, repo),
+            encoding=settings.encoding,
             health=HealthWatch(repo, protocol.rank) if settings.health else None,
         )
         self.health = HealthReports(
@@ -311,8 +300,11 @@ class RunSaver:
             self._lost(self._loss)
 
     def decide(self, moment: Moment) -> Decision:
+        asked = None
         if self.heartbeat.on:
+            self.heartbeat.sealed = self.memory is not None and self.memory.newest_s is not None
             self.heartbeat.beat(moment.step, ENDING if moment.ending else TRAINING)
+            asked = self.heartbeat.save_request()
         self._unlogged.asked(moment, self.first_step, self._judging)
         waits = not self.saver.free
         if waits:
@@ -330,9 +322,9 @@ class RunSaver:
             in_flight=self._in_flight,
         )
         if self._optimum is None:
-            return self.group.decide(self._divided_policy, moment, history, self._torn)
+            return self.group.decide(self._divided_policy, moment, history, self._torn, asked)
         history = self._optimum.added_to(history, moment, beside_a_save=bool(self.saver.in_flight))
-        decision = self.group.decide(self._divided_policy, moment, history, self._torn)
+        decision = self.group.decide(self._divided_policy, moment, history, self._torn, asked)
         self._optimum.continues()
         return decision
 
@@ -451,6 +443,10 @@ class RunSaver:
         if self.attempt is not None:
             self.attempt.leave()
 
+    def left(self, step: int) -> None:
+        """Says that the run is given back, and that nothing here is waited for any more."""
+        self.heartbeat.beat(step, ENDED)
+
     def wait_to_leave(self, timeout: float) -> None:
         """Waits as `wait`, and for the other ranks, which leave as well: the key-value store may be one's own."""
         self.wait(timeout)
@@ -565,6 +561,7 @@ class RunSaver:
             self._notes.write()
             return
         self.exit_status.clear()
+        self.heartbeat.saved(save.stall_s + save.seconds, save.bytes)
         manifest = self.saver.manifest
         if manifest is not None and manifest.id == save.id and self._coordinates:
             self.health.committed(save.id, manifest.health)

@@ -14,14 +14,15 @@ from tenuto.concurrency.deadlines import within
 from tenuto.errors import CheckpointNotFound, DeadlineExceeded, OwnershipError, StoreError, in_words
 from tenuto.events import Emitter, TierLag, TierSkipped
 from tenuto.maintenance import tier_copies
+from tenuto.maintenance.census import ids_in_trash, is_run
+from tenuto.maintenance.gc import free_expired
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.retention import execute, plan_retention
+from tenuto.maintenance.shared_packs import packs_of
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import Manifest
 from tenuto.model.sizes import seconds_of
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Moment, SaveHistory
-from tenuto.repo.bases import rests_on
 from tenuto.repo.catalog import Catalog
 from tenuto.repo.format import object_names
 from tenuto.repo.ownership.claim import Attempt
@@ -36,6 +37,8 @@ LONGEST_PAUSE_S: Final = 300.0
 NODES_S: Final = 120.0
 """How long a checkpoint is waited for whose data files other nodes are bringing."""
 LOOK_S: Final = 0.5
+TRASH_EVERY_S: Final = 3600.0
+"""How often a tier's trash is looked into for what others needed, and nobody needs any more."""
 
 Report = Callable[[str], None]
 
@@ -76,7 +79,6 @@ class TierFill(ABC):
         self._pause_s = 0.0
         self._next_try_s = 0.0
         self._closed = False
-        self._said_bases = False
         self._until_s = float("inf")
         """When the end of training stops waiting."""
 
@@ -167,9 +169,6 @@ class TierFill(ABC):
             self._current = id
         self._skip_older(id)
         try:
-            manifest = self.repo.manifest(id)
-            if manifest.bases:
-                return self._refuse(manifest)
             whole = self._copy(id)
         except CheckpointNotFound:
             self.emitter.emit(TierSkipped(id, self.tier.name, "it was removed before it was copied"))
@@ -185,20 +184,6 @@ class TierFill(ABC):
                 self.whole.add(id)
                 self._due = {one: nbytes for one, nbytes in self._due.items() if one > id}
         self._report_lag()
-        return True
-
-    def _refuse(self, manifest: Manifest) -> bool:
-        """Leaves a checkpoint out that rests on packs of others; says so once in words, and of each as an event."""
-        with self.lock:
-            self._current = None
-            self._due.pop(manifest.id, None)
-        self.emitter.emit(TierSkipped(manifest.id, self.tier.name, rests_on(manifest)))
-        if not self._said_bases:
-            self._said_bases = True
-            self.report(
-                f"{self.tier.name} does not get {manifest.id}, nor others like it: {rests_on(manifest)}; with "
-                "encoding='plain' each stands alone"
-            )
         return True
 
     def _await_nodes(self, id: CheckpointId) -> None:
@@ -284,16 +269,18 @@ class FollowerFill(TierFill):
         report: Report,
         keep: KeepPolicy,
         relied_on: Callable[[], Mapping[CheckpointId, str] | None],
-        elsewhere: Callable[[tier_copies.Held], Callable[[CheckpointId], bool]],
+        elsewhere: Callable[[CheckpointId], bool],
     ) -> None:
         """`relied_on`: checkpoints whose data files the primary has only here, None as long as that is not known.
-        `elsewhere`: given what this tier has, tells whether slower ones have a checkpoint whole."""
+        `elsewhere`: tells whether a slower one has a checkpoint whole."""
         super().__init__(repo, run, tiers, tier, emitter=emitter, report=report)
         self.keep = keep if tier.tier.keep is None else tier.tier.keep
         self._relied_on = relied_on
         self._elsewhere = elsewhere
         self._there = tier_copies.in_place(repo, tier.store)
+        self._bases = tier_copies.bases_in(self._there)
         self._catalog = Catalog()
+        self._emptied_s = 0.0
         self._announced = False
         self._over = False
         self._warned_of_budget = False
@@ -337,8 +324,17 @@ class FollowerFill(TierFill):
         newest = max(self.whole, default=None)
         missing = [id for id in committed if newest is None or id > newest]
         self._find_due(missing, newest)
-        for id in theirs.keys() - self.whole - set(self._waiting[-1:]):
+        self._empty_trash()
+        resting = set(ids_in_trash(self._there, self.run))
+        for id in theirs.keys() - self.whole - resting - set(self._waiting[-1:]):
             free_in(store, id)  # what a copy or a removal has left that was cut short
+
+    def _empty_trash(self) -> None:
+        """Frees what waited there until nobody needs its data files; learns what still waits."""
+        self._emptied_s = time.monotonic()
+        for run in filter(is_run, self.tier.store.children("trash").directories):
+            catalog = self._catalog if run == self.run else None
+            free_expired(self._there, run, by="needed", grace_s=0.0, catalog=catalog)
 
     def _find_due(self, missing: list[CheckpointId], newest: CheckpointId | None) -> None:
         """Finds what is due of what an earlier process has committed, by the times in the manifests."""
@@ -367,13 +363,15 @@ class FollowerFill(TierFill):
         tier_copies.check_line(self.repo, self.tier.store, self.run, self.attempt.number)
         if self.tiers.fills_home:
             manifest = self.repo.manifest(id)
-            if not all(self.tiers.has(name) for name in tier_copies.packs_of(self.repo, manifest)):
+            if not all(self.tiers.has(name) for name in packs_of(self.repo, manifest)):
                 raise NotHereYet
         if self._half is not None and self._half != id:
             free_in(self.tier.store, self._half)
         self._half = id
         if tier_copies.fill(self.repo, self.tier.store, id):
             self._check_owner(id, self.attempt)
+        waiting = (base for base in self._bases(id) if base.run == self.run and base not in self.whole)
+        self._catalog.waiting.update(dict.fromkeys(waiting))
         self._half = None
         self._last = id
         return True
@@ -398,7 +396,7 @@ class FollowerFill(TierFill):
             return  # the next round knows
         if capacity is not None:
             held = tier_copies.held(self.tier.store, self.run)
-            going, over = tier_copies.beyond(held, capacity, self._elsewhere(held))
+            going, over = tier_copies.beyond(held, capacity, self._elsewhere, self._bases)
             if over and not self._over:
                 self.report(
                     f"{self.tier.name} is over its capacity by {size(over)}, and no slower tier has what is there"
@@ -407,6 +405,8 @@ class FollowerFill(TierFill):
             policy = tier_copies.WithinCapacity(policy, set(going), capacity) if going else policy
         if policy.keeps_all():
             return
+        if time.monotonic() > self._emptied_s + TRASH_EVERY_S:
+            self._empty_trash()
         there = Attempt(self._there, attempt.record, None)
 
         def copying() -> Mapping[CheckpointId, str]:

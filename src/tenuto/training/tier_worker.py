@@ -24,6 +24,7 @@ from tenuto.errors import (
 from tenuto.events import Emitter
 from tenuto.maintenance import tier_copies
 from tenuto.maintenance.facts import gather_facts
+from tenuto.maintenance.shared_packs import packs_of
 from tenuto.maintenance.tier_copies import has_packs
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
@@ -51,6 +52,7 @@ class PrimaryFill(TierFill):
         super().__init__(repo, run, tiers, tiers.home_tier, emitter=emitter, report=report)
         self._coordinates = group.coordinates
         self._alone = group.world_size == 1
+        self._bases = tier_copies.bases_in(repo)
         self._own = [store for store in tiers.packs_in if store is not tiers.home]
         self.lacking: set[CheckpointId] = set()
         """The checkpoints that have no data file in the primary, and that another tier has."""
@@ -100,10 +102,10 @@ class PrimaryFill(TierFill):
     def _is_brought(self, id: CheckpointId, files: Container[str]) -> bool:
         try:
             manifest = self.repo.manifest(id)
-            packs = {} if manifest.bases else tier_copies.packs_of(self.repo, manifest)
+            packs = packs_of(self.repo, manifest)
         except (CorruptionError, CheckpointNotFound):
             return True  # nobody can tell what it consists of
-        return all(name.rpartition("/")[2] in files for name in packs)
+        return all(name.rpartition("/")[2] in files for name in packs if object_names.save_of(name) == id)
 
     def _only_elsewhere(self, id: CheckpointId) -> bool:
         return not self._of_this_node(id) and any(
@@ -131,7 +133,8 @@ class PrimaryFill(TierFill):
         if not self._coordinates:
             return True
         files = home.children(id.directory).objects
-        if not all(name.rpartition("/")[2] in files for name in tier_copies.packs_of(self.repo, manifest)):
+        wanted = (name for name in packs_of(self.repo, manifest) if object_names.save_of(name) == id)
+        if not all(name.rpartition("/")[2] in files for name in wanted):
             raise NotHereYet
         return True
 
@@ -162,16 +165,22 @@ class PrimaryFill(TierFill):
             facts = [one for one in gather_facts(self.repo, self.run) if one.id in held]
             going = sorted(verdict.id for verdict in keep.decide(facts) if not verdict.keep)
         slower = [one.store for one in self.tiers.slower(tier)]
-        gone = tier_copies.free_copies(self.repo, tier.store, going, slower)
+        gone = tier_copies.free_copies(self.repo, tier.store, self._unneeded(held, going), slower)
         if capacity is not None:
             left = {id: files for id, files in held.items() if id not in gone}
             newest = max(left, default=None)
-            more, _ = tier_copies.beyond(left, capacity, lambda id: id != newest)
-            freed = tier_copies.free_copies(self.repo, tier.store, more, slower)
+            more, _ = tier_copies.beyond(left, capacity, lambda id: id != newest, self._bases)
+            freed = tier_copies.free_copies(self.repo, tier.store, self._unneeded(left, more), slower)
             still = {id: files for id, files in left.items() if id not in freed}
             _, over = tier_copies.beyond(still, capacity, lambda id: False)
             if over:
                 self._report_over(tier, over)
+
+    def _unneeded(self, held: tier_copies.Held, going: list[CheckpointId]) -> list[CheckpointId]:
+        """Returns what of `going` nothing rests on that stays."""
+        stays = [id for id, files in held.items() if id not in going and object_names.MANIFEST in files]
+        needed = {base for id in stays for base in self._bases(id)}
+        return [id for id in going if id not in needed]
 
     def _report_over(self, tier: OpenTier, over: int) -> None:
         if not self._said_over:
@@ -191,6 +200,7 @@ class TierWorker:
         self._tiers = tiers = tiers_of(repo.store)
         self._healing = BackgroundRounds("tenuto-tier-heal", self._heal)
         self._over_capacity = False
+        self._bases = tier_copies.bases_in(repo)
         self.primary: PrimaryFill | None = None
         self.followers: list[FollowerFill] = []
         self.keep = keep
@@ -202,7 +212,7 @@ class TierWorker:
         made = partial(FollowerFill, repo, run, tiers, emitter=emitter, report=report)
         if group.coordinates:
             self.followers = [
-                made(tier, keep=keep, relied_on=self._relied_on, elsewhere=partial(self._behind, tier))
+                made(tier, keep=keep, relied_on=self._relied_on, elsewhere=self._behind(tier))
                 for tier in tiers.tiers
                 if not tier.waits and tier.store is not tiers.home
             ]
@@ -322,7 +332,7 @@ class TierWorker:
         if tiers is None or capacity is None:
             return self.keep
         held = tier_copies.held(tiers.home, self._run)
-        going, over = tier_copies.beyond(held, capacity, self._behind(tiers.home_tier, held))
+        going, over = tier_copies.beyond(held, capacity, self._behind(tiers.home_tier), self._bases)
         if over and not self._over_capacity:
             self._report(
                 f"{tiers.home_tier.name} is over its capacity by {size(over)}, and no slower tier has what is there"
@@ -343,11 +353,15 @@ class TierWorker:
             return None
         return dict.fromkeys(primary.lacking, primary.tier.name)
 
-    def _behind(self, tier: OpenTier, held: tier_copies.Held) -> Callable[[CheckpointId], bool]:
-        """Returns what tells whether a slower tier than this one has a checkpoint whole, still. `held`: by this one."""
+    def _behind(self, tier: OpenTier) -> Callable[[CheckpointId], bool]:
+        """Returns what tells whether a slower tier than this one has a checkpoint whole, still."""
         slower = self._tiers.slower(tier) if self._tiers is not None else ()
-        fills = [fill for fill in self._fills if fill.tier in slower]
-        return lambda id: any(id in fill.whole and tier_copies.lies_in(fill.tier.store, id, held[id]) for fill in fills)
+
+        def behind(id: CheckpointId) -> bool:
+            fills = (fill for fill in self._fills if fill.tier in slower and id in fill.whole)
+            return any(tier_copies.lies_in(self._repo, fill.tier.store, id) for fill in fills)
+
+        return behind
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -114,8 +114,7 @@ class TrainingSession:
         with leave_on_error(group):
             position = TrainingPosition(data, ranks.rank, ranks.world_size)
             snapshots = Snapshots(state, position, settings.watched, settings.modes, keep=repr(settings.keep))
-            saving = RunSaver(repo, settings, emitter, group)
-            saving.heartbeat.trains(state)
+            saving = RunSaver(repo, settings, emitter, group, state)
             tier = saving.memory.tier if saving.memory is not None else None
             claiming = RunClaim(repo, settings, state, position, emitter=emitter, group=group, memory=tier)
             catch = settings.save.catches_signals
@@ -462,6 +461,7 @@ class TrainingSession:
         self._end(spare, well=ended_well)
         if self.saving.attempt is not None:
             self.saving.tiers.finish(max(until - time.monotonic(), 0.0))
+        self.saving.left(self.step)
         incomplete = self.open and self.saving.attempt is not None
         lacks, left = replaced and self._lacks_last_save, self._left_behind and not replaced
         warn_of_unsaved(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left)

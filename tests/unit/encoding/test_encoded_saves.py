@@ -284,11 +284,6 @@ def test_damage_of_a_base_reaches_all_that_rest_on_it(tmp_path: Path) -> None:
             tenuto.load(tmp_path, step=step)
 
 
-def test_several_places_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="has several locations"):
-        tenuto.Checkpointer(tenuto.Mirror(tmp_path / "a", tmp_path / "b"), {"x": torch.ones(3)}, encoding="dedupe")
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [("tiny", "encoding='tiny' is not an encoding"), (3, "encoding=3")],

@@ -274,7 +274,7 @@ def test_an_export_needs_the_key(tmp_path: Path, monkeypatch: Any) -> None:
     assert torch.equal(safetensors.torch.load_file(out)["weights"], state_of(1)["weights"])
 
 
-def test_what_lies_in_memory_is_not_flushed_unsealed(tmp_path: Path) -> None:
+def test_what_lies_in_memory_is_flushed_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where, key = sealed(tmp_path)
     program = (
         "import os, torch, tenuto\n"
@@ -288,8 +288,32 @@ def test_what_lies_in_memory_is_not_flushed_unsealed(tmp_path: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
     with pytest.raises(SystemExit) as caught:
-        main(["flush", str(where), "--run", "kept", "--yes"])
-    assert caught.value.code == UsageError.exit_code
+        main(["flush", str(where), "--run", "kept"])
+    assert caught.value.code == KeyMissing.exit_code
+    monkeypatch.setenv("TENUTO_KEY_FILE", str(key))
+    command("flush", where, "--run", "kept")
+    monkeypatch.delenv("TENUTO_KEY_FILE")
+    with pytest.raises(KeyMissing):
+        tenuto.load(where, run="kept")
+    flushed = tenuto.load(where, run="kept", key=key)
+    assert torch.equal(flushed.state["x"], torch.full((1000,), float(flushed.step))) and flushed.step >= 1
+    assert not list(where.glob("runs/kept/*/*/*.safetensors"))
+    assert_whole(Repo.open(open_store(where)))
+
+
+def test_what_lies_in_memory_of_a_sealed_run_is_resumed_from(tmp_path: Path) -> None:
+    where, key = sealed(tmp_path)
+    program = (
+        "import os, torch, tenuto\n"
+        "state, every = {'x': torch.zeros(1000)}, tenuto.every\n"
+        f"ckpt = tenuto.Checkpointer({str(where)!r}, state, run='kept', key={str(key)!r},\n"
+        "    save=every(steps=100), memory=every(steps=1))\n"
+        "for step in ckpt.steps(5):\n"
+        "    state['x'] += 1\n"
+        "    if step == 3:\n"
+        "        os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
     state = {"x": torch.zeros(1000)}
     with tenuto.Checkpointer(where, state, run="kept", key=key, memory=every(steps=1)) as ckpt:
         restored = ckpt.restore()

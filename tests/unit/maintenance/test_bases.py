@@ -344,14 +344,19 @@ def test_rm_says_what_stays_and_what_is_really_freed(world):
     assert "needed" not in str(both)
 
 
-def test_a_copy_elsewhere_refuses_what_rests_on_others_and_takes_the_rest(world):
+def test_a_copy_elsewhere_takes_what_rests_on_others_with_those(world):
     attempt = world.claim()
     first = world.save(attempt, 1)
     second, third = world.save_on(attempt, 2, first), world.save(attempt, 3)
     target = MemoryStore("elsewhere")
     report = copy_elsewhere.execute(world.repo, target, copy_elsewhere.plan_copy(world.repo, target))
-    assert report.copied == (third, first)
-    assert [str(error).partition("\n")[0] for error in report.failed] == [
-        f"{second} is not copied: it rests on data files of {first}"
-    ]
+    assert report.copied == (third, second, first)
+    assert not report.failed
     assert_whole(Repo(target, world.repo.id, world.repo.chunk_bytes))
+    rm(world, first)
+    alone = MemoryStore("elsewhere, the second alone")
+    plan = copy_elsewhere.plan_copy(world.repo, alone, ids=[second])
+    assert copy_elsewhere.execute(world.repo, alone, plan).copied == (second,)
+    copy = Repo(alone, world.repo.id, world.repo.chunk_bytes)
+    assert copy.checkpoints() == [second]
+    assert_whole(copy)

@@ -40,7 +40,7 @@ BEGIN = object_names.begin_name(ID)
 ATTEMPT = object_names.attempt_name("gpt", 1)
 NOTE = object_names.numbered(object_names.notes_directory(ID), 1)
 REF = "refs/tag/best/1.json"
-OTHERS = ("runs/gpt/a0001/lease/1.json", "trash/gpt/a0001/step-00000001/x.json", ATTEMPT, BEGIN, "places/x.json")
+OTHERS = ("runs/gpt/a0001/lease/1.json", ATTEMPT, BEGIN, "places/x.json")
 """Records that lie in the home alone, put there one by one."""
 
 

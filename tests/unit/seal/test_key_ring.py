@@ -18,7 +18,7 @@ from tenuto.repo import keys
 from tenuto.repo.format import key_records, objects
 from tenuto.repo.keys import change_ring, find_key, read_ring, ring_of
 from tenuto.repo.repository import Repo
-from tenuto.seal.cipher import Identity
+from tenuto.seal.cipher import Identity, open_chunk
 from tenuto.seal.keys import KeyRing, RepositoryKeys, first_ring, new_slot, open_ring, rotated, with_slot, without_slot
 from tenuto.seal.secret_sources import Cost, Passphrase, RawKey, Secret, from_file, from_variable, make_file
 from tenuto.store.contract import Bytes
@@ -179,16 +179,18 @@ def test_rotation_leaves_everything_readable(repo: Repo) -> None:
     one, two = raw(), passphrase()
     begin(repo, one)
     add(repo, one, two)
-    tables = []
+    packs = []
     for number in range(1, 5):
         found = open_ring(ring_of(repo), [two])
         assert found.number == number
-        tables.append(found.seal_table(b"%d" % number, NAMED))
+        packs.append((found.new_pack(NAMED), b"%d" % number))
         change_ring(repo, lambda ring: rotated(some(ring), [one, two]))
     assert len({slot.id for slot in ring_of(repo).slots}) == 2
     for secret in (one, two):
         found = open_ring(ring_of(repo), [secret])
-        assert [found.open_table(table, NAMED) for table in tables] == [b"1", b"2", b"3", b"4"]
+        for sealer, data in packs:
+            place, frame = sealer.seal(data)
+            assert open_chunk(found.open_pack(sealer.wrapped, NAMED), frame, place) == data
         assert len({found.key(number, "x") for number in range(1, 6)}) == 5
 
 
@@ -206,7 +208,7 @@ def test_a_removed_slot_is_locked_out_of_what_is_sealed_after_a_rotation(repo: R
     begin(repo, stays)
     ring = add(repo, stays, goes)
     kept = open_ring(ring, [goes])  # whoever had the slot may have kept what it opens
-    old = kept.seal_table(b"old", NAMED)
+    old = kept.new_pack(NAMED).wrapped
     change_ring(repo, lambda ring: without_slot(some(ring), some(ring).slots[1].id))
     with pytest.raises(WrongKey):
         open_ring(ring_of(repo), [goes])
@@ -214,12 +216,12 @@ def test_a_removed_slot_is_locked_out_of_what_is_sealed_after_a_rotation(repo: R
     with pytest.raises(WrongKey):
         open_ring(ring_of(repo), [goes])
     now = open_ring(ring_of(repo), [stays])
-    new = now.seal_table(b"new", NAMED)
-    assert now.open_table(old, NAMED) == b"old"
+    new = now.new_pack(NAMED).wrapped
+    now.open_pack(old, NAMED)
     with pytest.raises(KeyMissing):
-        kept.open_table(new, NAMED)
+        kept.open_pack(new, NAMED)
     with pytest.raises(Tampered):
-        RepositoryKeys(repo.id, 2, {2: kept.newest}).open_table(new, NAMED)
+        RepositoryKeys(repo.id, 2, {2: kept.newest}).open_pack(new, NAMED)
 
 
 def test_a_slot_of_a_ring_before_a_rotation_opens_nothing_in_the_next(repo: Repo) -> None:

@@ -48,8 +48,8 @@ def cp(
     it needs it. Into another repository, which is made where there is none, every byte is copied and verified.
 
     A training that starts with the copies' run and repository resumes from the newest of them. All copies appear at
-    once, or none. What shares data files is in no tier and no copy elsewhere: --stand-alone makes one that can be. For
-    a copy of a repository under the same names: `tenuto replicate`.
+    once, or none. --stand-alone makes one that
+    shares nothing. For a copy of a repository under the same names: `tenuto replicate`.
     """
     from tenuto.cli.console.reporting import WarningReporter
     from tenuto.events import Emitter

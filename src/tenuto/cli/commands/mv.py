@@ -31,7 +31,7 @@ def mv(
 
     Its checkpoints get new names, with their lines of training, times, metrics and tags; no data is copied. The old
     names go into the trash: `tenuto undelete` brings them back for 24 h. The script that trains it has to name the new
-    run. States in memory stay with the old name. What shares data files is in no tier and no copy elsewhere.
+    run. States in memory stay with the old name.
 
     Refused while a process trains the run, and where a pin or a hold names one of its checkpoints. One that was cut off
     continues when it is run again.

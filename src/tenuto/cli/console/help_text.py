@@ -48,7 +48,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "compare": ("diff", "compare", "bisect"),
     "prove": ("verify", "scrub", "repair", "drill", "certify"),
     "keep": ("tag", "pin", "note", "keep", "rm", "undelete", "gc"),
-    "lines": ("rollback", "fork", "cp", "mv"),
+    "lines": ("rollback", "fork", "cp", "mv", "repack"),
     "copies": ("replicate", "promote"),
     "formats": ("import", "migrate", "export"),
     "memory": ("flush", "memory"),

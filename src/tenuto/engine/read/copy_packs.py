@@ -27,10 +27,10 @@ def copy_packs(
     manifest: Manifest,
     wanted: Mapping[str, PartialCopy | None],
     target: Store,
-    report: Callable[[str, int], None],
+    report: Callable[[str, int], None] = lambda name, nbytes: None,
 ) -> None:
-    """Copies the packs that are `wanted`, by name, all of a pack (None) or a part, from any place that has them
-    undamaged to `target`; reports name and bytes of each.
+    """Copies a checkpoint's own packs that are `wanted`, by name, all of a pack (None) or a part, from any place that
+    has them undamaged to `target`; reports name and bytes of each.
 
     Raises what `copy_pack` does, and CheckpointNotFound where the checkpoint was removed meanwhile: then the copies are
     deleted again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -58,10 +58,9 @@ class Baseline:
         """Returns the checkpoints in whose directories its packs lie."""
         return tuple(sorted({pack.at for pack in self.packs if pack.at is not None}))
 
-    def without(self, gone: Collection[CheckpointId]) -> Baseline:
-        """Returns it without the chunks that rest on packs of checkpoints that are `gone`."""
-        bad = np.array([pack.at in gone for pack in self.packs], np.bool_)
-        return replace(self, usable=self.usable & ~_resting_on(self.stored, bad), _places=[])
+    def without(self, gone: Sequence[bool]) -> Baseline:
+        """Returns it without the chunks that rest on packs that are `gone`."""
+        return replace(self, usable=self.usable & ~_resting_on(self.stored, np.array(gone, np.bool_)), _places=[])
 
     def entries_for(self, plan: SavePlan, keys: Callable[[], list[tuple[Any, ...]]]) -> Column:
         """Returns for each chunk of a save of this structure the chunk at the same place, or -1. `keys`: returns the

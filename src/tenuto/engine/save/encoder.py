@@ -123,12 +123,15 @@ class StateEncoder:
         """Returns digests of contents as an index has them."""
         return digests if self.keys is None else self.keys.hide(digests, self.keys.number, self.repository)
 
-    def begin(self, job: Job, usable: Sequence[CheckpointId]) -> EncodedPacks:
-        """Returns the packs of a save. `usable`: the checkpoints on which it may rest."""
+    def begin(
+        self, job: Job, usable: Sequence[CheckpointId], is_kept: Callable[[str], bool] = lambda name: True
+    ) -> EncodedPacks:
+        """Returns the packs of a save. `usable`: the checkpoints on which it may rest. `is_kept`: whether every place
+        that this save needs has the pack of this name."""
         baseline = self._baseline
         if baseline is not None:
-            gone = set(baseline.homes) - set(usable)
-            baseline = baseline.without(gone) if gone else baseline
+            gone = [pack.at not in usable or not is_kept(pack.object_name(baseline.id)) for pack in baseline.packs]
+            baseline = baseline.without(gone) if any(gone) else baseline
         return EncodedPacks(self, job, baseline)
 
     def expected(self, nbytes: int) -> int:

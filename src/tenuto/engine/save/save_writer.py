@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tenuto.crashpoints import crashpoint
@@ -23,7 +24,7 @@ from tenuto.repo.bases import usable_bases
 from tenuto.repo.commit import put_index
 from tenuto.repo.format.object_names import begin_name, index_file
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.replicated.places import free_space
+from tenuto.repo.replicated.places import free_space, is_kept
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
 from tenuto.units import size
@@ -196,7 +197,8 @@ class SaveWriter:
         job.bases = encoder.bases(attempt.parent)
         job.names = [*encoded_names(job.plan), index]
         self._protocol.begin(job, attempt)
-        job.encoded = encoder.begin(job, usable_bases(self._repo, job.save.id, job.bases, through=encoder.newest))
+        usable = usable_bases(self._repo, job.save.id, job.bases, through=encoder.newest)
+        job.encoded = encoder.begin(job, usable, partial(is_kept, self._repo.store))
 
     def _write_encoded(self, job: Job, packs: EncodedPacks) -> None:
         save = job.save

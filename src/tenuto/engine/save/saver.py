@@ -36,6 +36,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.policy.encoding import PLAIN, Encoding
 from tenuto.repo.ownership.claim import Attempt
+from tenuto.repo.replicated.places import check_sharing
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 
@@ -85,9 +86,10 @@ class Saver:
         self._on_end = on_end
         self.memory = memory
         self._protocol: CommitProtocol = protocol or SoloCommit(repo)
-        self._encoder = (
-            None if encoding.plain and repo.keys is None else StateEncoder(repo, encoding, rank=self._protocol.rank)
-        )
+        self._encoder = None
+        if not encoding.plain or repo.keys is not None:
+            check_sharing(repo.store)
+            self._encoder = StateEncoder(repo, encoding, rank=self._protocol.rank)
         self._writer = SaveWriter(
             repo,
             self._emitter,

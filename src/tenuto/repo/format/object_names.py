@@ -175,9 +175,9 @@ def is_index(name: str) -> bool:
 
 def is_copied(name: str) -> bool:
     """Returns whether an object of the home is copied to the places of packs: indexes, what is known of a checkpoint,
-    refs, and keys."""
+    refs, keys, and what lies in the trash, on whose packs others may rest."""
     parts = name.split("/")
-    if parts[0] == "refs" or is_key_ring(name):
+    if parts[0] in ("refs", "trash") or is_key_ring(name):
         return True
     rest = parts[4:]
     known = rest[:1] == [NOTES] or (len(rest) == 1 and (rest[0] == MANIFEST or is_index(name)))

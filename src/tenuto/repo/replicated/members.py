@@ -11,6 +11,7 @@ import hashlib
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
@@ -36,7 +37,7 @@ from tenuto.repo.format.objects import Fields
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.replicated.replica import UnreachableReplica, exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
-from tenuto.store.contract import Store
+from tenuto.store.contract import Bytes, Store
 from tenuto.store.registry import open_store
 
 _KEY: Final = 12
@@ -195,6 +196,27 @@ def identity_of_followers(store: Store) -> bytes | None:
     return None
 
 
+def keys_of_followers(store: Store) -> None:
+    """Brings a home that was lost the key ring that a follower has, before the home is a repository again: else what is
+    saved there next would not be sealed. Raises StoreError."""
+    places = places_of(store)
+    for follower in () if places is None else places.declared_followers:
+        name = _newest_ring(follower)
+        if name is not None:
+            _put(store, name, follower.get(name, limit=objects.SMALL))
+
+
+def _newest_ring(store: Store) -> str | None:
+    """Returns the name of the key ring that counts."""
+    names = [f"{object_names.KEYS}/{file}" for file in store.children(object_names.KEYS).objects]
+    return max(filter(object_names.is_key_ring, names), key=lambda name: (len(name), name), default=None)
+
+
+def _put(store: Store, name: str, data: bytes) -> None:
+    with suppress(AlreadyExists):
+        store.put_if_absent(name, Bytes(data), token=secrets.token_hex(16))
+
+
 def join_follower(store: Store, follower: Store, repository: str) -> None:
     """Registers a follower with the home. Raises RepositoryError if it has another repository, and StoreError."""
     places = places_of(store)
@@ -219,6 +241,8 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
         replica = places.replica(place)
         try:
             members.append(_join(places, place, repository))
+            if (ring := _newest_ring(places.home)) is not None:
+                replica.copy_from_home(ring)
             replica.mark = place.get(object_names.MEMBER, limit=objects.SMALL)
         except (StoreError, CorruptionError) as error:
             spare -= 1

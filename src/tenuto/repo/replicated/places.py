@@ -80,6 +80,26 @@ def free_space(store: Store) -> tuple[str, int | None]:
     return (store.url, store.free_bytes()) if places is None else places.tightest()
 
 
+def is_kept(store: Store, name: str) -> bool:
+    """Returns whether as many places have a pack as a save asks for; of a single place that it has it."""
+    places = places_of(store)
+    return places is None or places.is_kept(name)
+
+
+def check_sharing(store: Store) -> None:
+    """Raises UsageError where the data files of several checkpoints cannot be shared: encoded and sealed saves need
+    places that every rank reads, and that a save waits for in the primary."""
+    places = places_of(store)
+    if places is not None and (places.declared.per_node or places.home not in places.packs_in):
+        where = "on each node" if places.declared.per_node else "in another location than the primary"
+        raise UsageError(
+            f"{store.url} keeps data files {where}, and checkpoints that are encoded or sealed share theirs in the "
+            "primary",
+            subject="encoding",
+            hint="encoding='plain', or a primary that saves wait for: Tiers(Tier(PRIMARY), Tier(SLOWER)), Mirror(…)",
+        )
+
+
 def mark_damaged(store: Store, name: str) -> bool:
     """Marks the copy of `name` read last as damaged. Returns whether another one is read from now on."""
     places = places_of(store)

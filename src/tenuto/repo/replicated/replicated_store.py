@@ -101,6 +101,8 @@ class ReplicatedStore:
         """The names of packs of which the home has a partial copy for this restore, and those of the copies."""
         self.damaged: list[tuple[str, Store]] = []
         """Copies that turned out to be damaged while another one was there, to be written anew."""
+        self._kept: set[str] = set()
+        """Packs of which enough places are known to have a copy."""
         self._replicas: dict[int, Replica] = {}
         self._warned = LruCache()
         self._choice = ReplicaChoice()
@@ -165,7 +167,7 @@ class ReplicatedStore:
             return Placement((*self.packs_in, self.home), len(self.packs_in) + 1)
         if object_names.is_pack(name):
             return Placement(self.packs_in, self.copies)
-        if not object_names.is_copied(name):
+        if not object_names.is_copied(name) or (name.startswith("trash/") and self.declared.per_node):
             return Placement((self.home,), 0)
         mirrors = [place for place in self.mirrors if self.replica(place).has_begun(name)]
         needed = self.copies if object_names.is_index(name) else 0
@@ -189,7 +191,21 @@ class ReplicatedStore:
             raise self._too_few(name, failed, placement)
         for store, error in failed:
             self._warn_missing(store, name, error)
+        self._kept.add(name)
         return Receipt(name, content.length, self.url)
+
+    def is_kept(self, name: str) -> bool:
+        """Returns whether as many places as a save asks for have a pack that was put before: another save may name it
+        then, instead of putting the same bytes."""
+        if name not in self._kept:
+            placement = self.placement(name)
+            have = sum(
+                exists(store, name) for store in placement.places if store is self.home or not self._is_left_out(store)
+            )
+            if have < placement.acknowledged:
+                return False
+            self._kept.add(name)
+        return True
 
     def _prepared(self, name: str, places: Sequence[Store]) -> tuple[list[tuple[Store, BaseException]], list[Store]]:
         """Returns the places that cannot take a pack with their errors, and those that can."""
@@ -405,6 +421,7 @@ class ReplicatedStore:
         names = list(names)
         self._only_home(names[0] if names else "")
         self.home.delete(names)
+        self._kept.difference_update(names)
         self._choice.forget(names)
         spread = [name for name in names if object_names.may_be_replicated(name)]
         for store in self.others if spread else ():
