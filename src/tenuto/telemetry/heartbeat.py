@@ -35,8 +35,8 @@ REQUEST_FILE: Final = "save"
 _PHASES: Final = (STARTING, TRAINING, ENDING, ENDED)
 _MAGIC: Final = b"tenuto beat 2\n\0\0"
 _FIELDS: Final = struct.Struct("<qqqqqqqqqqq")
-"""Sequence, process id, rank, step, first step, phase, nanoseconds; of the last save how many there were with it,
-nanoseconds and bytes; whether a state is sealed in memory; then the sequence once more: a reader that sees two
+"""Sequence, process id, rank, step, phase, nanoseconds; of the last save how many there were with it, nanoseconds and
+bytes; whether a state is sealed in memory; the first step; then the sequence once more: a reader that sees two
 different ones has read in the middle of a beat."""
 _SEQUENCE: Final = struct.Struct("<q")
 _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
@@ -46,8 +46,8 @@ _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
 class Beat:
     """`at_s`: by `time.monotonic` of this machine. `step`: completed steps. `saves`: how many have been committed;
     `save_s`, `save_bytes`: of the last one, how long it took and what this process wrote. `sealed`: whether a state is
-    sealed in memory, which outlives the process. `began`: the steps that were completed when
-    training began in this process: what it resumed from."""
+    sealed in memory, which outlives the process. `began`: the steps that were completed when training began in this
+    process: what it resumed from."""
 
     pid: int
     rank: int
@@ -72,11 +72,11 @@ class Heartbeat:
         self._where, self._run = where, run
         self._directory = directory
         self._step = 0
+        self._began: int | None = None
+        self._faults: OwnFaults | None = None
         self._last_save = (0, 0, 0)
         self.sealed = False
         """Whether a state is sealed in memory."""
-        self._began: int | None = None
-        self._faults: OwnFaults | None = None
         self._ended_unhealthy = False
         """Whether it has said so: the error that follows from it explains less."""
         self._pid = os.getpid()
@@ -134,8 +134,8 @@ class Heartbeat:
         if self._began is None and phase != STARTING:
             self._began = step
         fields = (
-            self._sequence, self._pid, self._rank, step, self._began or 0, _PHASES.index(phase), time.monotonic_ns(),
-            *self._last_save, self.sealed,
+            self._sequence, self._pid, self._rank, step, _PHASES.index(phase), time.monotonic_ns(),
+            *self._last_save, self.sealed, self._began or 0,
         )  # fmt: skip
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
         self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
@@ -223,7 +223,8 @@ def read_beats(directory: Path) -> Iterator[Beat]:
             continue
         if len(data) != _BYTES or not data.startswith(_MAGIC):
             continue
-        sequence, pid, rank, step, began, phase, at_ns, *last = _FIELDS.unpack_from(data, len(_MAGIC))
+        fields = _FIELDS.unpack_from(data, len(_MAGIC))
+        sequence, pid, rank, step, phase, at_ns, saves, save_ns, nbytes, sealed, began = fields
         if _SEQUENCE.unpack_from(data, _BYTES - _SEQUENCE.size)[0] == sequence and 0 <= phase < len(_PHASES):
-            saves, save_ns, nbytes, sealed = last
-            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, saves, save_ns / 1e9, nbytes, bool(sealed), began)
+            saved = (saves, save_ns / 1e9, nbytes)
+            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, *saved, bool(sealed), began)

@@ -165,8 +165,10 @@ NOTE_DEADLINE_S = 60.0
 class RunSaver:
     """Takes the saves of one run, and does what follows their commits."""
 
-    def __init__(self, repo: Repo, settings: Settings, emitter: Emitter, group: RankGroup) -> None:
-        """`group`: the ranks with which this process saves."""
+    def __init__(
+        self, repo: Repo, settings: Settings, emitter: Emitter, group: RankGroup, state: Mapping[str, Any]
+    ) -> None:
+        """`group`: the ranks with which this process saves. `state`: what it trains."""
         self.repo = repo
         self.run = run = settings.run
         report_to(repo.store, self.report)
@@ -196,6 +198,7 @@ class RunSaver:
         unlock(repo, settings.key, writing=True)
         places = [store.url for store in (*all_places(repo.store), *followers_of(repo.store))]
         self.heartbeat = Heartbeat.from_environment(group.rank, where=repo.url, run=run, places=places)
+        self.heartbeat.trains(state)
         protocol = group.protocol(repo)
         self.saver = Saver(
             repo,

@@ -114,8 +114,7 @@ class TrainingSession:
         with leave_on_error(group):
             position = TrainingPosition(data, ranks.rank, ranks.world_size)
             snapshots = Snapshots(state, position, settings.watched, settings.modes, keep=repr(settings.keep))
-            saving = RunSaver(repo, settings, emitter, group)
-            saving.heartbeat.trains(state)
+            saving = RunSaver(repo, settings, emitter, group, state)
             tier = saving.memory.tier if saving.memory is not None else None
             claiming = RunClaim(repo, settings, state, position, emitter=emitter, group=group, memory=tier)
             catch = settings.save.catches_signals
