@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tenuto.engine.staging.arena import memory_headroom
+from tenuto.concurrency.memory_headroom import memory_headroom
 from tenuto.errors import StoreDenied, StoreError, StoreFull, TenutoError, UsageError, typed
 from tenuto.units import size
 

@@ -56,7 +56,8 @@ def message_of(event: str, facts: Mapping[str, Any], what: str) -> Message | Non
         return Message("success", f"{what}: {'done' if not facts['status'] else 'has left'}", text)
     if facts.get("severity") == "severe":
         text = str(facts.get("evidence") or facts.get("message") or event)
-        return Message("warning", f"{what}: {event}", text, f"{event} {facts.get('detector', '')}")
+        name = facts.get("finding", event)
+        return Message("warning", f"{what}: {name}", text, f"{event} {name} {facts.get('subject', '')}")
     return None
 
 

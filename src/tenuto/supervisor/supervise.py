@@ -19,13 +19,25 @@ from typing import Final
 
 from tenuto.concurrency.process_trees import lives
 from tenuto.errors import TenutoError, UsageError
+from tenuto.supervisor.actions import CAUSES_OF
 from tenuto.supervisor.chaos import Injector
 from tenuto.supervisor.decide import Ending, Kind, Limits, decide, silence_allowed, silence_words
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans, memory_kills
 from tenuto.supervisor.strategies import Recovery, cause_of, decisive, evidence_of
+from tenuto.supervisor.watching import Demand, Watching
 from tenuto.telemetry import last_words
-from tenuto.telemetry.heartbeat import ENDING, STARTING, TRAINING, VARIABLE, Beat, read_beats, read_run
+from tenuto.telemetry.heartbeat import (
+    ENDED,
+    ENDING,
+    STARTING,
+    TRAINING,
+    VARIABLE,
+    Beat,
+    newest,
+    read_beats,
+    read_run,
+)
 from tenuto.telemetry.last_words import LastWords
 from tenuto.units import count, seconds
 
@@ -41,6 +53,10 @@ STATUS_HUNG: Final = 124
 """The status of one that was ended because it hung, and left with status 0."""
 STATUS_UNHEALTHY: Final = 1
 """The status of one that stopped because of its values, by itself and with status 0: it has not finished."""
+START_S: Final = 2 * 3600.0
+"""A start that has not come to its first step by then hangs: what is restored is read by then."""
+END_S: Final = 3600.0
+"""An end that is still saving then hangs: a Checkpointer itself waits for minutes at most."""
 RECENT_STEPS: Final = 50
 STACKS_S: Final = 10.0
 
@@ -49,13 +65,16 @@ STACKS_S: Final = 10.0
 class Watch:
     """What is watched for. hang_s: how long no step is too long; None: learnt from its own steps, at least `least_s`
     and `unknown_s` before its first ones; 0: never. grace_s: to leave in, when it is asked to. deadline_s: after which
-    it is asked to, None without."""
+    it is asked to, None without. start_s: from its start to its first step; None: START_S, of what has a Checkpointer.
+    end_s: from its last step to its end; None: END_S, of what is being saved, and without a limit for what follows."""
 
     hang_s: float | None = None
     least_s: float = 60.0
     unknown_s: float = 1800.0
     grace_s: float = 60.0
     deadline_s: float | None = None
+    start_s: float | None = None
+    end_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +89,8 @@ class Account:
     elapsed_s: float
     step: int | None
     journal: str | None
+    sampling_cpu_s: float = 0.0
+    """Processor time that sampling the machine has taken."""
 
     @property
     def restarts(self) -> int:
@@ -91,9 +112,13 @@ class Supervisor:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     recovery: Recovery = field(default_factory=Recovery)
     injector: Injector | None = None
+    watching: Watching | None = None
+    """What watches the machine; None: nothing but the training's steps."""
     quiet_stdout: bool = False
     """Whether the command's stdout goes to stderr."""
     _asked: list[int] = field(default_factory=list)
+    _demand: Demand | None = None
+    """What it was ended or asked to leave for, of what was found on the machine."""
     _to_pass_on: deque[int] = field(default_factory=deque)
     _trained: dict[tuple[str, str], None] = field(default_factory=dict)
     """Places and runs that it trains, in order."""
@@ -114,7 +139,7 @@ class Supervisor:
                 endings.append(ending)
                 decision = decide(endings, self.limits)
                 if self._asked and decision.restart:
-                    reason = f"{signal.Signals(self._asked[0]).name} came, and it ended by {ending.evidence}"
+                    reason = f"{self._why_asked()} came, and it ended by {ending.evidence}"
                     break
                 if not decision.restart:
                     reason = decision.reason
@@ -127,7 +152,7 @@ class Supervisor:
                     "restarting", reason=decision.reason, how=how, after_s=decision.after_s, restart=len(endings)
                 )
                 if self._asked_within(decision.after_s):
-                    reason = f"{signal.Signals(self._asked[0]).name} came while it was down ({decision.reason})"
+                    reason = f"{self._why_asked()} came while it was down ({decision.reason})"
                     break
         if self._died_s is not None and endings[-1].failed:
             self._lost_s += time.monotonic() - self._died_s
@@ -139,7 +164,8 @@ class Supervisor:
             failed=endings[-1].failed,
         )  # fmt: skip
         path = None if self.journal.path is None else str(self.journal.path)
-        return Account(status, reason, tuple(endings), self._lost_s, time.monotonic() - began_s, step, path)
+        cpu_s = 0.0 if self.watching is None else self.watching.close()
+        return Account(status, reason, tuple(endings), self._lost_s, time.monotonic() - began_s, step, path, cpu_s)
 
     def _save_what_is_left(self) -> str | None:
         try:
@@ -157,6 +183,7 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="tenuto-beats-", dir=_memory_directory()) as name:
             beats = Path(name)
             kills = memory_kills()
+            self._demand = None
             started_s = time.monotonic()
             out = sys.stderr if self.quiet_stdout else None
             environment = {**self.environment, VARIABLE: name, **self.recovery.next.variables()}
@@ -182,6 +209,8 @@ class Supervisor:
         if steps.newest is not None:
             self._reached = max(self._reached, steps.newest)
         shell = _shell_status(code)
+        if self.watching is not None:
+            self.watching.ended(kind)
         ending = Ending(kind, shell, started_s, ended_s, steps.newest, new, evidence, words)
         if ending.failed and self._died_s is None:
             self._died_s = ended_s
@@ -196,14 +225,15 @@ class Supervisor:
         """Watches until the command ends (None), or is to be ended: the evidence."""
         looked_s = time.monotonic()
         left_s: float | None = None
+        grace_s = 0.0
         while tree.wait(POLL_S) is None:
             now_s = time.monotonic()
             while self._to_pass_on:
                 tree.signal(self._to_pass_on.popleft())
             if self._asked and left_s is None:
-                left_s = now_s + self.watch.grace_s
+                left_s, grace_s = now_s + self._grace_s(), self._grace_s()
             if left_s is not None and now_s > left_s:
-                return f"it was asked to leave and had not within {seconds(self.watch.grace_s)}"
+                return f"it was asked to leave and had not within {seconds(grace_s)}"
             deadline_s = self.watch.deadline_s
             if deadline_s is not None and now_s - began_s > deadline_s and not self._asked:
                 self.report(f"the deadline of {seconds(deadline_s)} has come: it is asked to leave")
@@ -214,17 +244,40 @@ class Supervisor:
                 continue
             looked_s = now_s
             tree.reap()
-            self._take(steps, beats, _of_the_living(read_beats(beats)), now_s, number)
+            living = _of_the_living(read_beats(beats))
+            self._take(steps, beats, living, now_s, number)
+            if (evidence := self._met(beats, living, now_s)) is not None:
+                return evidence
             if left_s is None and (evidence := self._hung(steps, now_s)) is not None:
                 self._note_stacks(tree, evidence)
                 return evidence
         return None
 
+    def _met(self, beats: Path, living: Sequence[Beat], now_s: float) -> str | None:
+        """Does what is found on the machine asks for; returns why the command is to be ended, if it is."""
+        demand = None if self.watching is None else self.watching.observe(beats, living, now_s)
+        if demand is None or self._asked:
+            return None
+        self._demand = demand
+        if demand.action == "restart":
+            return demand.finding.evidence
+        if demand.at_once:
+            self._asked.append(signal.SIGTERM)
+            self.report("that is too soon for a step and a save: what is sealed in memory is saved instead")
+            return demand.words
+        self._ask(signal.SIGTERM)
+        return None
+
+    def _grace_s(self) -> float:
+        """How long it has to leave: what a notice gives it, else what it is given in any case."""
+        given_s = None if self._demand is None else self._demand.grace_s
+        return self.watch.grace_s if given_s is None else given_s
+
     def _strike(self, tree: ProcessTree, beats: Path, since_s: float) -> None:
         assert self.injector is not None
         if not self.injector.due(since_s):
             return
-        training = [beat.pid for beat in read_beats(beats) if beat.phase not in (STARTING, ENDING) and beat.step]
+        training = [beat.pid for beat in read_beats(beats) if beat.phase == TRAINING and beat.step]
         struck = self.injector.strike(tree, training)
         if struck is not None:
             self.journal.write("injected", kind=struck[0].kind, due_s=round(struck[0].at_s, 3), pid=struck[1])
@@ -249,10 +302,17 @@ class Supervisor:
             self.journal.write("recovered", step=steps.newest, lost_s=round(lost_s, 3))
 
     def _hung(self, steps: Steps, now_s: float) -> str | None:
-        if self.watch.hang_s == 0 or steps.newest is None or steps.phase in (STARTING, ENDING):
+        watch, off = self.watch, self.watch.hang_s == 0
+        start_s = watch.start_s if watch.start_s is not None else START_S if steps.ranks and not off else 0.0
+        if start_s and not steps.stepped and now_s - steps.started_s > start_s:
+            return f"no first step within {seconds(start_s)}"
+        if steps.phase in (ENDING, ENDED):
+            end_s = watch.end_s if watch.end_s is not None else END_S if steps.phase == ENDING and not off else 0.0
+            late = end_s and now_s - steps.trained_s > end_s
+            return f"it has not ended within {seconds(end_s)} after step {steps.newest}" if late else None
+        if off or steps.newest is None or steps.phase == STARTING:
             return None
-        least_s, unknown_s = self.watch.least_s, self.watch.unknown_s
-        allowed_s = self.watch.hang_s or silence_allowed(steps.durations, least_s=least_s, unknown_s=unknown_s)
+        allowed_s = watch.hang_s or silence_allowed(steps.durations, least_s=watch.least_s, unknown_s=watch.unknown_s)
         silent_s = now_s - steps.last_s
         return silence_words(silent_s, allowed_s, steps.newest) if silent_s > allowed_s else None
 
@@ -278,14 +338,14 @@ class Supervisor:
         self, code: int, hung: str | None, memory: bool, words: LastWords | None = None, ranks: int = 1
     ) -> tuple[Kind, str]:
         if hung is not None and not self._asked:
-            return "hung", hung
+            return "hung" if self._demand is None else CAUSES_OF.get(self._demand.finding.name, "hung"), hung
         if words is not None and words.unhealthy and not self._asked:
             return "unhealthy", words.message
         if code == 0:
-            return ("asked to leave", signal.Signals(self._asked[0]).name) if self._asked else ("finished", "status 0")
+            return ("asked to leave", self._why_asked()) if self._asked else ("finished", "status 0")
         number = -code if code < 0 else code - 128
         if number in LEAVING and (self._asked or code > 0):
-            return "asked to leave", signal.Signals(number).name
+            return "asked to leave", self._why_asked(number)
         if memory:  # a launcher whose worker was killed ends by itself
             return "out of memory", "the kernel killed a process for want of memory"
         if code < 0 or (number == signal.SIGKILL and code > 128):
@@ -302,6 +362,12 @@ class Supervisor:
         if number in LEAVING:
             self._asked.append(number)
         self._to_pass_on.append(number)
+
+    def _why_asked(self, number: int | None = None) -> str:
+        """Returns what has asked it to leave: a finding, or a signal. `number`: the signal, where none came here."""
+        if self._demand is not None and self._demand.action == "leave":
+            return self._demand.words
+        return signal.Signals(self._asked[0] if self._asked or number is None else number).name
 
     @contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
@@ -332,16 +398,17 @@ class Steps:
         """The step that it resumed at, as far as the first look has seen it."""
         self.ranks = 0
         self.phase = STARTING
-        self.last_s = time.monotonic()
+        self.started_s = self.trained_s = time.monotonic()
+        """`trained_s`: when it was last seen before its end."""
+        self.last_s = self.started_s
         """When it last made a step, or was not expected to make any."""
+        self.stepped = False
+        """Whether it has made a step, or ended without."""
         self.durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._at: int | None = None
 
     def take(self, beats: Sequence[Beat], now_s: float) -> None:
-        latest: dict[int, Beat] = {}
-        for beat in beats:
-            if beat.rank not in latest or beat.at_s > latest[beat.rank].at_s:
-                latest[beat.rank] = beat
+        latest = newest(beats)
         if not latest:
             return
         self.ranks = max(self.ranks, len(latest))
@@ -356,8 +423,11 @@ class Steps:
                 self.durations.append(max(slowest.at_s - self.last_s, 0.0) / (slowest.step - self._at))
             self._at, self.last_s = slowest.step, slowest.at_s
             self.newest = max(self.newest or 0, slowest.step)
-        elif self.phase in (STARTING, ENDING):
+        elif self.phase != TRAINING:
             self.last_s = now_s
+        self.stepped |= self.phase in (ENDING, ENDED) or (self.began is not None and slowest.step > self.began)
+        if self.phase not in (ENDING, ENDED):
+            self.trained_s = now_s
 
 
 def _of_the_living(beats: Iterable[Beat]) -> list[Beat]:

@@ -1,16 +1,18 @@
 """What a training process last did, for whoever supervises it: a small file in memory, a microsecond a step.
 
 The supervisor names a directory in `TENUTO_HEARTBEAT`; each process with a Checkpointer keeps one file there. It is
-read by a process of the same machine, so times are those of its monotonic clock.
+read by a process of the same machine, so times are those of its monotonic clock. In the other direction the supervisor
+can ask for a save, by a file that the first process to see it takes away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,38 +20,54 @@ from typing import Final
 from tenuto.telemetry.last_words import LastWords, of_error, when_uncaught, write
 
 VARIABLE: Final = "TENUTO_HEARTBEAT"
-STARTING, TRAINING, ENDING = "starting", "training", "ending"
+STARTING, TRAINING, ENDING, ENDED = "starting", "training", "ending", "ended"
+"""ENDING: what is in flight is being saved, and the run given back. ENDED: that is done, and the script does what it
+likes."""
 RUN_FILE: Final = "run"
-"""Beside the beats: where the first rank's checkpoints lie and, on a line of its own, the run's name."""
-_PHASES: Final = (STARTING, TRAINING, ENDING)
-_MAGIC: Final = b"tenuto beat 1\n\0\0"
-_FIELDS: Final = struct.Struct("<qqqqqq")
-"""Sequence, process id, rank, step, phase, nanoseconds; then the sequence once more: a reader that sees two different
-ones has read in the middle of a beat."""
+"""Beside the beats: where the first rank's checkpoints lie; on lines of their own the run's name, and each place."""
+REQUEST_FILE: Final = "save"
+"""Beside the beats: why the supervisor asks for a save."""
+_PHASES: Final = (STARTING, TRAINING, ENDING, ENDED)
+_MAGIC: Final = b"tenuto beat 2\n\0\0"
+_FIELDS: Final = struct.Struct("<qqqqqqqqqq")
+"""Sequence, process id, rank, step, phase, nanoseconds; of the last save how many there were with it, nanoseconds and
+bytes; whether a state is sealed in memory; then the sequence once more: a reader that sees two different ones has read
+in the middle of a beat."""
 _SEQUENCE: Final = struct.Struct("<q")
 _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """`at_s`: by `time.monotonic` of this machine. `step`: completed steps."""
+    """`at_s`: by `time.monotonic` of this machine. `step`: completed steps. `saves`: how many have been committed;
+    `save_s`, `save_bytes`: of the last one, how long it took and what this process wrote. `sealed`: whether a state is
+    sealed in memory, which outlives the process."""
 
     pid: int
     rank: int
     step: int
     phase: str
     at_s: float
+    saves: int = 0
+    save_s: float = 0.0
+    save_bytes: int = 0
+    sealed: bool = False
 
 
 class Heartbeat:
     """One process's beats, and its last words. Without a directory to write to it does nothing."""
 
-    def __init__(self, directory: Path | None, rank: int, *, where: str = "", run: str = "") -> None:
-        """`where`, `run`: what the process trains, for its last words."""
+    def __init__(
+        self, directory: Path | None, rank: int, *, where: str = "", run: str = "", places: Sequence[str] = ()
+    ) -> None:
+        """`where`, `run`: what the process trains, for its last words. `places`: all stores that have a part of it."""
         self._rank = rank
         self._where, self._run = where, run
         self._directory = directory
         self._step = 0
+        self._last_save = (0, 0, 0)
+        self.sealed = False
+        """Whether a state is sealed in memory."""
         self._ended_unhealthy = False
         """Whether it has said so: the error that follows from it explains less."""
         self._pid = os.getpid()
@@ -67,7 +85,7 @@ class Heartbeat:
             finally:
                 os.close(descriptor)
             if where and not rank:
-                (directory / RUN_FILE).write_text(f"{where}\n{run}")
+                (directory / RUN_FILE).write_text("\n".join([where, run, *(places or [where])]))
         except OSError:
             return  # the supervisor is gone, or its directory: it is told of nothing, and training continues
         self.on = True
@@ -75,11 +93,17 @@ class Heartbeat:
 
     @classmethod
     def from_environment(
-        cls, rank: int, environment: Mapping[str, str] = os.environ, *, where: str = "", run: str = ""
+        cls,
+        rank: int,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        where: str = "",
+        run: str = "",
+        places: Sequence[str] = (),
     ) -> Heartbeat:
         """Beats for whoever supervises this process, and tells it of the error that nothing here catches."""
         directory = environment.get(VARIABLE)
-        beats = cls(Path(directory) if directory else None, rank, where=where, run=run)
+        beats = cls(Path(directory) if directory else None, rank, where=where, run=run, places=places)
         if beats.on:
             when_uncaught(beats.failed)
         return beats
@@ -89,10 +113,29 @@ class Heartbeat:
             return
         self._sequence += 1
         self._step = step
-        fields = (self._sequence, self._pid, self._rank, step, _PHASES.index(phase), time.monotonic_ns())
+        fields = (
+            self._sequence, self._pid, self._rank, step, _PHASES.index(phase), time.monotonic_ns(),
+            *self._last_save, self.sealed,
+        )  # fmt: skip
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
         self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(self._sequence)
+
+    def saved(self, duration_s: float, nbytes: int) -> None:
+        """Notes a save that was committed, for the next beat. Any thread may call it."""
+        self._last_save = (self._last_save[0] + 1, int(duration_s * 1e9), nbytes)
+
+    def save_request(self) -> str | None:
+        """Takes the supervisor's request for a save, and returns its reason; None without one. One of the processes of
+        this machine gets it."""
+        if self._directory is None or not os.access(self._directory / REQUEST_FILE, os.F_OK):
+            return None
+        own = self._directory / f"{REQUEST_FILE}-{self._pid}"
+        try:
+            os.rename(self._directory / REQUEST_FILE, own)
+            return own.read_text() or None
+        except OSError:
+            return None  # another rank was first
 
     def failed(self, error: BaseException) -> None:
         """Says which error ends this process, if it is one."""
@@ -113,13 +156,40 @@ class Heartbeat:
         write(self._directory, LastWords(self._pid, self._rank, step, at_s, message, unhealthy, errors, **named))
 
 
+def request_save(directory: Path, reason: str) -> None:
+    """Asks the training for a save of the next step that it completes. An earlier request that still
+    waits is replaced."""
+    new = directory / f"{REQUEST_FILE}.new"
+    with contextlib.suppress(OSError):  # full memory: the training is asked the next time
+        new.write_text(reason)
+        os.rename(new, directory / REQUEST_FILE)
+
+
 def read_run(directory: Path) -> tuple[str, str] | None:
     """Returns where the checkpoints of what is trained lie, and the run; None before a Checkpointer is built."""
-    try:
-        where, _, run = (directory / RUN_FILE).read_text().partition("\n")
-    except OSError:
-        return None
+    where, run, *_ = [*_run_lines(directory), "", ""]
     return (where, run) if run else None
+
+
+def read_places(directory: Path) -> list[str]:
+    """Returns the URLs of all stores that have a part of what is trained; none before a Checkpointer is built."""
+    return _run_lines(directory)[2:]
+
+
+def _run_lines(directory: Path) -> list[str]:
+    try:
+        return (directory / RUN_FILE).read_text().split("\n")
+    except OSError:
+        return []
+
+
+def newest(beats: Iterable[Beat]) -> dict[int, Beat]:
+    """Returns the newest beat of each rank: a launcher may have replaced its process."""
+    found: dict[int, Beat] = {}
+    for beat in beats:
+        if beat.rank not in found or beat.at_s > found[beat.rank].at_s:
+            found[beat.rank] = beat
+    return found
 
 
 def read_beats(directory: Path) -> Iterator[Beat]:
@@ -131,6 +201,6 @@ def read_beats(directory: Path) -> Iterator[Beat]:
             continue
         if len(data) != _BYTES or not data.startswith(_MAGIC):
             continue
-        sequence, pid, rank, step, phase, at_ns = _FIELDS.unpack_from(data, len(_MAGIC))
+        sequence, pid, rank, step, phase, at_ns, saves, save_ns, nbytes, sealed = _FIELDS.unpack_from(data, len(_MAGIC))
         if _SEQUENCE.unpack_from(data, _BYTES - _SEQUENCE.size)[0] == sequence and 0 <= phase < len(_PHASES):
-            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9)
+            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, saves, save_ns / 1e9, nbytes, bool(sealed))

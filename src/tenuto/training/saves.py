@@ -42,7 +42,7 @@ from tenuto.repo.replicated.places import all_places, followers_of, report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
-from tenuto.telemetry.heartbeat import ENDING, TRAINING, Heartbeat
+from tenuto.telemetry.heartbeat import ENDED, ENDING, TRAINING, Heartbeat
 from tenuto.training.arguments import Settings
 from tenuto.training.exit_status import ExitStatus
 from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, UnloggedMetrics
@@ -209,7 +209,8 @@ class RunSaver:
                 group=group,
             )
         unlock(repo, settings.key, writing=True)
-        self.heartbeat = Heartbeat.from_environment(group.rank, where=repo.url, run=run)
+        places = [store.url for store in (*all_places(repo.store), *followers_of(repo.store))]
+        self.heartbeat = Heartbeat.from_environment(group.rank, where=repo.url, run=run, places=places)
         protocol = group.protocol(repo)
         self.saver = Saver(
             repo,
@@ -304,8 +305,11 @@ class RunSaver:
             self._lost(self._loss)
 
     def decide(self, moment: Moment) -> Decision:
+        asked = None
         if self.heartbeat.on:
+            self.heartbeat.sealed = self.memory is not None and self.memory.newest_s is not None
             self.heartbeat.beat(moment.step, ENDING if moment.ending else TRAINING)
+            asked = self.heartbeat.save_request()
         self._unlogged.asked(moment, self.first_step, self._judging)
         waits = not self.saver.free
         if waits:
@@ -323,9 +327,9 @@ class RunSaver:
             in_flight=self._in_flight,
         )
         if self._optimum is None:
-            return self.group.decide(self._divided_policy, moment, history, self._torn)
+            return self.group.decide(self._divided_policy, moment, history, self._torn, asked)
         history = self._optimum.added_to(history, moment, beside_a_save=bool(self.saver.in_flight))
-        decision = self.group.decide(self._divided_policy, moment, history, self._torn)
+        decision = self.group.decide(self._divided_policy, moment, history, self._torn, asked)
         self._optimum.continues()
         return decision
 
@@ -444,6 +448,10 @@ class RunSaver:
         if self.attempt is not None:
             self.attempt.leave()
 
+    def left(self, step: int) -> None:
+        """Says that the run is given back, and that nothing here is waited for any more."""
+        self.heartbeat.beat(step, ENDED)
+
     def wait_to_leave(self, timeout: float) -> None:
         """Waits as `wait`, and for the other ranks, which leave as well: the key-value store may be one's own."""
         self.wait(timeout)
@@ -558,6 +566,7 @@ class RunSaver:
             self._notes.write()
             return
         self.exit_status.clear()
+        self.heartbeat.saved(save.stall_s + save.seconds, save.bytes)
         manifest = self.saver.manifest
         if manifest is not None and manifest.id == save.id and self._coordinates:
             self.health.committed(save.id, manifest.health)

@@ -461,6 +461,7 @@ class TrainingSession:
         self._end(spare, well=ended_well)
         if self.saving.attempt is not None:
             self.saving.tiers.finish(max(until - time.monotonic(), 0.0))
+        self.saving.left(self.step)
         incomplete = self.open and self.saving.attempt is not None
         lacks, left = replaced and self._lacks_last_save, self._left_behind and not replaced
         warn_of_unsaved(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left)

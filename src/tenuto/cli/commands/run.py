@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +16,19 @@ from tenuto.cli.console.where import VARIABLE
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
+    from tenuto.supervisor.actions import Action
     from tenuto.supervisor.chaos import Injector
     from tenuto.supervisor.decide import Limits
+    from tenuto.supervisor.detectors.contract import Name
+    from tenuto.supervisor.journal import Journal
     from tenuto.supervisor.strategies import Recovery
     from tenuto.supervisor.supervise import Account, Watch
+    from tenuto.supervisor.watching import Watching
 
 EXAMPLES = examples(
     "tenuto run -- python train.py",
     "tenuto run --hang 5m --deadline 11.5h -- torchrun --nproc-per-node 8 train.py",
+    "tenuto run --on straggler=restart --record samples.jsonl -- python train.py",
 )
 
 
@@ -39,6 +45,13 @@ def run(
     on: Annotated[
         list[str] | None, typer.Option("--on", metavar="CAUSE=HOW[:N]", help="What to do, N times an hour at most.")
     ] = None,
+    start_within: Annotated[str, typer.Option(metavar="TIME", help="To its first step; `off`; else 2 h.")] = "",
+    end_within: Annotated[str, typer.Option(metavar="TIME", help="From its last step; `off`; else 1 h to save.")] = "",
+    notices: Annotated[
+        str,
+        typer.Option(metavar="CLOUD", help="Whose notices to read: aws, gcp, azure or off; else the machine's own."),
+    ] = "",
+    record: Annotated[str, typer.Option(metavar="FILE", help="Where to append what is read of the machine.")] = "",
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help="To leave in, when asked to.")] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",
@@ -51,11 +64,12 @@ def run(
 ) -> None:
     """Run a training, and restart it when it dies or hangs.
 
-    By its own steps and by its end; what is done goes by the cause. A signal is passed on. The exit status is the
-    command's.
+    By its own steps, its end, and what is found on the machine (memory, disks, GPUs, notices of a cloud); what is done
+    goes by the cause, or by the finding. A signal is passed on. The exit status is the command's.
     """
     from tenuto.cli.console import remedies
     from tenuto.model.sizes import parse_time
+    from tenuto.supervisor import actions
     from tenuto.supervisor.decide import Limits
     from tenuto.supervisor.strategies import Recovery, written
     from tenuto.supervisor.supervise import Watch, summary
@@ -64,7 +78,8 @@ def run(
         if value < (0 if name == "--restarts" else 1):
             raise UsageError(f"{name} {value} makes no sense", subject=name, hint=f"{name} 3")
     settings = _settings()
-    rules, sizes = written([*settings.get("on", ()), *(on or ())]), sizes_of(ranks, command)
+    answers, causes = actions.written([*settings.get("on", ()), *(on or ())])
+    rules, sizes = written(causes), sizes_of(ranks, command)
     final = [cause for cause, strategy in rules.table.items() if strategy == "stop"]
     account = supervised(
         command,
@@ -73,12 +88,20 @@ def run(
             hang_s=hang_of(hang),
             grace_s=parse_time(grace, "--grace"),
             deadline_s=parse_time(deadline, "--deadline") if deadline else None,
+            start_s=limit_of(start_within or settings.get("start_within", ""), "--start-within"),
+            end_s=limit_of(end_within or settings.get("end_within", ""), "--end-within"),
         ),
         journal=journal,
         json=json,
         at_end=lambda places: remedies.flush([where] if where else places, _line),
         recovery=Recovery(rules, remedies.roll_back, remedies.repair, sizes),
         notify=notify or settings.get("notify", ()),
+        watching=partial(
+            watching_by,
+            answers,
+            notices=notices or settings.get("notices", "auto"),
+            record=record or settings.get("record", ""),
+        ),
     )
     if json:
         output.document("run", document_of(account))
@@ -91,12 +114,35 @@ def run(
 
 def hang_of(text: str) -> float | None:
     """Returns `--hang` in seconds: 0 for never, None for what is learnt."""
+    return limit_of(text, "--hang")
+
+
+def limit_of(text: str, option: str) -> float | None:
+    """Returns a limit in seconds: 0 for `off`, None where nothing is said. Raises UsageError."""
     from tenuto.model.sizes import parse_time
 
-    return None if not text else 0.0 if text == "off" else parse_time(text, "--hang")
+    return None if not text else 0.0 if text == "off" else parse_time(text, option)
 
 
-def _settings() -> Mapping[str, Sequence[str]]:
+def watching_by(answers: Mapping[Name, Action], journal: Journal, *, notices: str, record: str) -> Watching:
+    """Returns what watches the machine, with its sampling process begun. Raises UsageError."""
+    from tenuto.supervisor.detectors.registry import detectors
+    from tenuto.supervisor.detectors.sampling import SamplingProcess
+    from tenuto.supervisor.watching import Recorder, Watching
+
+    watched = detectors(notices)
+    try:
+        recorder = Recorder(Path(record), _line) if record else None
+    except OSError as error:
+        raise UsageError(
+            f"{record} cannot be written: {(error.strerror or '').lower()}",
+            subject="--record",
+            hint="tenuto run --record samples.jsonl -- python train.py",
+        ) from None
+    return Watching(watched, journal, _line, answers, SamplingProcess(notices, _line), recorder)
+
+
+def _settings() -> Mapping[str, Any]:
     """Returns the table `supervise` of the settings file, if there is one. Raises UsageError, with the line, for what
     is wrong in it."""
     from tenuto.training.config.document import document, find
@@ -106,7 +152,7 @@ def _settings() -> Mapping[str, Sequence[str]]:
         return {}
     found = document(path)
     found.check("supervise")
-    settings: Mapping[str, Sequence[str]] = found.values.get("supervise", {})
+    settings: Mapping[str, Any] = found.values.get("supervise", {})
     return settings
 
 
@@ -137,6 +183,7 @@ def supervised(
     recovery: Recovery | None = None,
     notify: Sequence[str] = (),
     injector: Injector | None = None,
+    watching: Callable[[Journal], Watching] | None = None,
 ) -> Account:
     """Runs a command to its end, with a line on stderr for what happens. Raises UsageError where it cannot be run."""
     from tenuto.supervisor.journal import Journal, default_path
@@ -150,10 +197,12 @@ def supervised(
         command, limits, watch, noted, _line, at_end=at_end, quiet_stdout=json, injector=injector,
         recovery=recovery or Recovery(),
     )  # fmt: skip
-    notifier = Notifier(urls_of(notify), command, _line) if notify else None
-    if notifier is not None:
-        noted.listen = notifier.take
+    supervisor.watching = watching(noted) if watching is not None else None
+    notifier: Notifier | None = None
     try:
+        if notify:
+            notifier = Notifier(urls_of(notify), command, _line)
+            noted.listen = notifier.take
         return supervisor.run()
     except (FileNotFoundError, PermissionError) as error:
         raise UsageError(
@@ -162,6 +211,8 @@ def supervised(
             hint="tenuto run -- python train.py",
         ) from None
     finally:
+        if supervisor.watching is not None:
+            supervisor.watching.close()
         if notifier is not None:
             notifier.close()
 
@@ -179,6 +230,7 @@ def document_of(account: Account) -> dict[str, Any]:
         "lost_s": account.lost_s,
         "step": account.step,
         "journal": account.journal,
+        "sampling_cpu_s": account.sampling_cpu_s,
         "starts": [
             {"kind": one.kind, "status": one.status, "evidence": one.evidence, "seconds": one.ended_s - one.began_s,
              "step": one.step, "new": one.new}

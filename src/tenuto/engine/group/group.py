@@ -312,15 +312,19 @@ class JobGroup:
             self._propose(_STOPS)
         return self._agreed == _STOPS
 
-    def decide(self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None) -> Decision:
+    def decide(
+        self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None, asked: str | None = None
+    ) -> Decision:
         """Decides whether all ranks save this step. What the coordinator decides for all is saved at a later step, and
-        so is what replaces a `torn` save."""
+        so is what replaces a `torn` save, or what any rank was `asked` for."""
         agreed, self._agreed = self._agreed, None
         decision = policy.alike.decide(moment, history)
         new = history.last_saved_step is None or moment.step > history.last_saved_step
         if agreed is not None and new and not decision.save:
             decision = Decision(True, agreed)
         if not decision.save:  # else this save is what would be requested
+            if asked is not None:
+                self._propose(asked)
             if torn is not None and moment.step > torn.step:
                 self._propose(f"in place of the torn save of step {torn.step}")
             if self.coordinates and (wanted := policy.by_one.decide(moment, history)).save:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from tenuto.concurrency.memory_headroom import memory_headroom
 from tenuto.engine.memory_tier import slot_file
 from tenuto.engine.memory_tier.seal import Seal, newest
 from tenuto.engine.staging import slots
-from tenuto.engine.staging.arena import NoRoom, file_system_headroom, memory_headroom
+from tenuto.engine.staging.arena import NoRoom, file_system_headroom
 from tenuto.engine.staging.slots import OtherUsers, Slot, parse_name, read_seals
 from tenuto.events import Emitter, Warned
 

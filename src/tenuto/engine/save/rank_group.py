@@ -149,8 +149,11 @@ class RankGroup(Protocol):
         rank asks for it, now or at an earlier step."""
         ...
 
-    def decide(self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None) -> Decision:
-        """Decides whether this step is saved. `torn`: a save that failed, to be replaced by the next one."""
+    def decide(
+        self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None, asked: str | None = None
+    ) -> Decision:
+        """Decides whether this step is saved. `torn`: a save that failed, to be replaced by the next one. `asked`: why
+        somebody asks this process for a save, whatever the policy says; given once."""
         ...
 
     def broken_off(self, error: BaseException) -> None:
@@ -265,8 +268,12 @@ class SoloGroup:
     def stops(self, wanted: bool) -> bool:
         return wanted
 
-    def decide(self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None) -> Decision:
+    def decide(
+        self, policy: DividedPolicy, moment: Moment, history: SaveHistory, torn: Save | None, asked: str | None = None
+    ) -> Decision:
         decision = policy.whole.decide(moment, history)
+        if not decision.save and asked is not None and moment.step > (history.last_saved_step or 0):
+            return Decision(True, asked)
         if not decision.save and torn is not None and moment.step > torn.step:
             return Decision(True, f"in place of the torn save of step {torn.step}")
         return decision

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from tenuto.concurrency.memory_headroom import memory_headroom
 from tenuto.engine.staging.arena import (
     Arena,
     acquire,
     acquire_moving_window,
     acquire_window,
     can_move,
-    memory_headroom,
 )
 from tenuto.engine.staging.capture import STEPS_IN_WINDOW
 from tenuto.engine.staging.plan import SavePlan, StagingBuffer

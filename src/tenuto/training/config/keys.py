@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from tenuto.model.sizes import parse_bytes, parse_rate
+from tenuto.model.sizes import parse_bytes, parse_rate, parse_time
 from tenuto.policy.numbers import duration, margin, whole_number
 from tenuto.policy.save import stall_share
 
@@ -115,6 +115,13 @@ def _checked(check: Callable[[Any], object], value: object) -> object:
     return value
 
 
+def _limit(value: object) -> str:
+    text = _text(value)
+    if text != "off":
+        parse_time(text)
+    return text
+
+
 def _one_of(*known: str) -> Kind:
     def read(value: object) -> object:
         if value not in known:
@@ -136,6 +143,7 @@ INTEGER: Final = Kind("a whole number", "3", _integer)
 NUMBER: Final = Kind("a number above zero", "10", lambda value: duration(value, "{}"))
 SIZE: Final = Kind("a size with its unit, 1 MiB or more", '"500GB"', partial(_at_least, LEAST_SIZE, parse_bytes), True)
 RATE: Final = Kind("a rate with its unit, 1 kB/s or more", '"200MB/s"', partial(_at_least, 1000, parse_rate), True)
+LIMIT: Final = Kind('a time with its unit, or "off"', '"30m"', _limit, is_text=True)
 SHARE: Final = Kind("a share of time, up to half", '"1%"', partial(_checked, stall_share))
 MARGIN: Final = Kind("a number or a percentage", '"5%"', partial(_checked, partial(margin, call="{}", least="zero")))
 SPAN: Final = Kind("a whole number, or true for good", "14", _span)
@@ -344,10 +352,19 @@ KEYS: Final[tuple[Key | Table, ...]] = (
     Table(
         "supervise",
         (
-            Key("on", TEXTS, "run.--on", "What is done about each cause of an end: `CAUSE=HOW` or `CAUSE=HOW:N`.",
-                "Each cause has a strategy that suits most trainings."),
+            Key("on", TEXTS, "run.--on",
+                "What is done about each cause of an end, `CAUSE=HOW` or `CAUSE=HOW:N`, and finding: `FINDING=ACTION`.",
+                "Each has one that suits most trainings."),
             Key("notify", TEXTS, "run.--notify", "Whom to tell: URLs as apprise has them, or `env:NAME`.",
                 "No messages unless asked for; tokens belong into the environment."),
+            Key("start_within", LIMIT, "run.--start-within", "To the first step, else it counts as hung.",
+                "What is restored is read by then.", '"2h"'),
+            Key("end_within", LIMIT, "run.--end-within", "From the last step to the end, else it counts as hung.",
+                "By default an hour for what is saved, and no limit for what the script does after that."),
+            Key("notices", _one_of("auto", "off", "aws", "gcp", "azure"), "run.--notices",
+                "Whose notices of preemption are read.", "The machine's firmware names its cloud.", '"auto"'),
+            Key("record", PATH, "run.--record", "Appends what is read of the machine to this file.",
+                "No file unless asked for."),
         ),
         "run",
         "What `tenuto run` does, where its options do not say.",

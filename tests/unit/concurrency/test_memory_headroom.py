@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.engine.staging import arena
+from tenuto.concurrency import memory_headroom as headroom
+from tenuto.engine.staging.arena import file_system_headroom
 
 GIB = 1 << 30
 
@@ -19,16 +20,16 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         path.write_text(text)
         files[name] = path
 
-    real = arena._lines
-    monkeypatch.setattr(arena, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(arena, "_lines", lambda path: real(files.get(str(path), path)))
+    real = headroom._lines
+    monkeypatch.setattr(headroom, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(headroom, "_lines", lambda path: real(files.get(str(path), path)))
     describe("/proc/meminfo", f"MemTotal: 99999999 kB\nMemAvailable: {64 * GIB // 1024} kB\n")
     describe("/proc/self/cgroup", "")
     return describe
 
 
 def test_the_machine_alone(machine) -> None:
-    assert arena.memory_headroom() == 64 * GIB
+    assert headroom.memory_headroom() == 64 * GIB
 
 
 def test_version_2_counts_droppable_cache_as_free_and_takes_the_tightest_ancestor(machine) -> None:
@@ -38,7 +39,7 @@ def test_version_2_counts_droppable_cache_as_free_and_takes_the_tightest_ancesto
     machine("cgroup/job/memory.max", f"{8 * GIB}\n")
     machine("cgroup/job/memory.current", f"{7 * GIB}\n")
     machine("cgroup/job/memory.stat", f"anon {4 * GIB}\ninactive_file {2 * GIB}\nactive_file {GIB // 2}\n")
-    assert arena.memory_headroom() == 3 * GIB + GIB // 2
+    assert headroom.memory_headroom() == 3 * GIB + GIB // 2
 
 
 def test_version_1_has_its_own_names_and_its_own_infinity(machine) -> None:
@@ -48,22 +49,22 @@ def test_version_1_has_its_own_names_and_its_own_infinity(machine) -> None:
     machine("cgroup/memory/docker/abc/memory.limit_in_bytes", f"{4 * GIB}\n")
     machine("cgroup/memory/docker/abc/memory.usage_in_bytes", f"{3 * GIB}\n")
     machine("cgroup/memory/docker/abc/memory.stat", f"total_inactive_file {GIB}\ninactive_file 1\n")
-    assert arena.memory_headroom() == 2 * GIB
+    assert headroom.memory_headroom() == 2 * GIB
 
 
 def test_in_a_container_the_mounts_root_is_its_group(machine) -> None:
     machine("/proc/self/cgroup", "0::/../../host/path\n")
     machine("cgroup/memory.max", f"{2 * GIB}\n")
     machine("cgroup/memory.current", f"{3 * GIB}\n")
-    assert arena.memory_headroom() == 0
+    assert headroom.memory_headroom() == 0
 
 
 def test_nobody_knows(machine) -> None:
     machine("/proc/meminfo", "")
-    assert arena.memory_headroom() is None
+    assert headroom.memory_headroom() is None
 
 
 def test_of_a_file_system(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
-    assert arena.file_system_headroom(descriptor) > 0
+    assert file_system_headroom(descriptor) > 0
     os.close(descriptor)

@@ -1,0 +1,153 @@
+"""The sampling process: reads what detectors watch, each in a thread of its own, and writes samples into a pipe.
+
+A disk or a driver that does not answer holds up its own thread alone, and the supervisor, which reads the pipe without
+waiting, never. The process ends with the pipe to it, and so with the supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Final
+
+from tenuto.supervisor.detectors.contract import Detector, Sample
+from tenuto.supervisor.detectors.disk import Disk
+from tenuto.supervisor.detectors.registry import detectors
+
+OWN: Final = "sampling"
+"""The source of the samples about this process itself: `cpu_s`, the processor time that it has taken."""
+OWN_PERIOD_S: Final = 60.0
+_AT_ONCE: Final = 1 << 20
+END_S: Final = 5.0
+
+
+class SamplingProcess:
+    """The supervisor's side. `report` gets a line where something can no longer be watched."""
+
+    def __init__(self, notices: str, report: Callable[[str], None]) -> None:
+        self._report = report
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, notices], env=environment, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._rest = b""
+        self._places: Sequence[str] = ()
+        self._ended = False
+        self.cpu_s = 0.0
+        """Processor time that it has taken, as far as it has said so."""
+
+    def watch(self, places: Sequence[str]) -> None:
+        """Has these directories sampled from now on."""
+        if places == self._places or self._ended:
+            return
+        self._places = places
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: `take` says so
+            self._process.stdin.write(json.dumps(list(places)).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def take(self) -> list[Sample]:
+        """Returns the samples that have come since the last call. Does not wait."""
+        if self._ended:
+            return []
+        assert self._process.stdout is not None
+        try:
+            data = os.read(self._process.stdout.fileno(), _AT_ONCE)
+        except BlockingIOError:
+            return []
+        if not data:
+            self._ended = True
+            self._report("the machine is not watched any more: the process that samples it has ended")
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        found = []
+        for line in lines:
+            sample = Sample.read(line.decode())
+            if sample.kind is not None:
+                self._report(f"{sample.source} is not watched any more: {sample.kind}")
+                continue
+            self.cpu_s = sample.values.get("cpu_s", self.cpu_s) if sample.source == OWN else self.cpu_s
+            found.append(sample)
+        return found
+
+    def close(self) -> None:
+        """Ends it. May be called again."""
+        if self._process.returncode is not None:
+            return
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with contextlib.suppress(OSError, ValueError):
+            self.take()  # its own account is the last line
+        self._ended = True
+        self._process.stdout.close()
+
+
+class Sampling:
+    """The process itself."""
+
+    def __init__(self, watched: Sequence[Detector], out: int) -> None:
+        """`out`: a descriptor, of a pipe."""
+        self._watched = watched
+        self._out = out
+        self._writing = threading.Lock()
+        self._due = {detector.source: threading.Event() for detector in watched}
+        """Set to sample at once."""
+
+    def run(self, requests: IO[str]) -> None:
+        """Samples until `requests` ends; each of its lines holds the directories to sample from then on."""
+        for detector in self._watched:
+            threading.Thread(target=self._always, args=(detector,), name=detector.source, daemon=True).start()
+        threading.Thread(target=self._account, name=OWN, daemon=True).start()
+        for line in requests:
+            for detector in self._watched:
+                if isinstance(detector, Disk):
+                    detector.places = json.loads(line)
+                    self._due[detector.source].set()
+        self._put(Sample(time.time(), OWN, {"cpu_s": time.process_time()}))
+
+    def _always(self, detector: Detector) -> None:
+        while True:
+            try:
+                values = detector.sample()
+            except Exception as error:  # noqa: BLE001 - a thread's exception would reach nobody; the others go on
+                self._put(Sample(time.time(), detector.source, kind=f"{type(error).__name__}: {error}"))
+                return
+            if values is None:
+                return
+            finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+            if finite:
+                self._put(Sample(time.time(), detector.source, finite))
+            self._due[detector.source].wait(detector.period_s)
+            self._due[detector.source].clear()
+
+    def _account(self) -> None:
+        while True:
+            time.sleep(OWN_PERIOD_S)
+            self._put(Sample(time.time(), OWN, {"cpu_s": time.process_time()}))
+
+    def _put(self, sample: Sample) -> None:
+        with self._writing:
+            try:
+                os.write(self._out, sample.line().encode() + b"\n")
+            except OSError:
+                os._exit(0)  # the supervisor has ended
+
+
+if __name__ == "__main__":
+    Sampling(detectors(sys.argv[1]), sys.stdout.fileno()).run(sys.stdin)
+    os._exit(0)  # whatever a thread waits for

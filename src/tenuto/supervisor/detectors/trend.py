@@ -1,0 +1,56 @@
+"""Trends of a quantity that runs out: robust against single readings."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import combinations
+from statistics import median
+from typing import Final
+
+POINTS: Final = 24
+"""A slope is taken of so many readings at most: 276 pairs."""
+
+
+class Trend:
+    """The last readings of one quantity, `span_s` seconds of them. Memory and time are bounded."""
+
+    def __init__(self, span_s: float) -> None:
+        self._span_s = span_s
+        self._readings: deque[tuple[float, float]] = deque(maxlen=4096)
+
+    def add(self, at: float, value: float) -> None:
+        if self._readings and at <= self._readings[-1][0]:
+            self._readings.clear()  # the clock was set back
+        self._readings.append((at, value))
+        while at - self._readings[0][0] > self._span_s:
+            self._readings.popleft()
+
+    @property
+    def known_s(self) -> float:
+        """For how long it is known."""
+        return self._readings[-1][0] - self._readings[0][0] if self._readings else 0.0
+
+    @property
+    def fallen(self) -> float:
+        """By how much the last reading is below the first one."""
+        return self._readings[0][1] - self._readings[-1][1] if self._readings else 0.0
+
+    def left_s(self) -> float | None:
+        """Returns in how many seconds it comes to zero at the present trend; None if it does not fall. The trend is the
+        median of the slopes between all pairs of readings (Theil and Sen)."""
+        every = max(-(-len(self._readings) // POINTS), 1)
+        points = list(self._readings)[::-every]
+        slopes = [(later[1] - earlier[1]) / (later[0] - earlier[0]) for later, earlier in combinations(points, 2)]
+        slope = median(slopes) if slopes else 0.0
+        return None if slope >= 0 else self._readings[-1][1] / -slope
+
+
+class Streaks:
+    """Counts how often in a row something has held, for each of several things."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def count(self, thing: str, holds: bool) -> int:
+        number = self._numbers[thing] = self._numbers.get(thing, 0) + 1 if holds else 0
+        return number
