@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,18 @@ SRC = str(Path(tenuto.__file__).parents[1])
 
 
 def started(
-    directory: Path, script: str, *options: str, arguments: Sequence[str] = (), launcher: Sequence[str] = ()
+    directory: Path,
+    script: str,
+    *options: str,
+    arguments: Sequence[str] = (),
+    launcher: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """`launcher`: what stands before the script instead of this interpreter."""
+    """`launcher`: what stands before the script instead of this interpreter. `variables`: of the environment."""
     (directory / "train.py").write_text(script)
     what = [*(launcher or [sys.executable]), "train.py", *arguments]
     command = [*TENUTO, "run", "--journal", "journal.jsonl", *options, "--", *what]
-    environment = {**os.environ, "PYTHONPATH": SRC}
+    environment = {**os.environ, "PYTHONPATH": SRC, **(variables or {})}
     return subprocess.Popen(
         command, cwd=directory, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -55,7 +55,7 @@ def written(texts: Iterable[str]) -> tuple[dict[Name, Action], list[str]]:
     for a finding with something that is no action."""
     table, rest = dict(TABLE), []
     for text in texts:
-        match = re.fullmatch(r"\s*([\w-]+)\s*=\s*([\w-]+)\s*", text)
+        match = re.fullmatch(r"\s*([\w-]+)\s*=\s*(\S+)\s*", text)
         name = next((one for one in FINDINGS if match is not None and one == match[1]), None)
         if match is None or name is None:
             rest.append(text)

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, get_args
 
 from tenuto.errors import TenutoError, UsageError, did_you_mean
 from tenuto.supervisor.decide import CAUSES, HOUR_S, Ending, Kind
+from tenuto.supervisor.detectors.contract import FINDINGS
 from tenuto.supervisor.restart import Restart
 from tenuto.telemetry.last_words import LastWords
 
@@ -53,12 +54,12 @@ def written(texts: Iterable[str]) -> Rules:
         if match is None:
             raise UsageError(f"{text!r} is not a cause and a strategy", subject=text, hint=_EXAMPLE)
         cause, strategy = match[1].replace("-", " "), match[2]
-        for name, known in ((cause, CAUSES), (strategy, STRATEGIES)):
+        for name, known, more in ((cause, CAUSES, FINDINGS), (strategy, STRATEGIES, ())):
             if name not in known:
                 raise UsageError(
-                    f"{text!r}: there is no {name!r}, but {', '.join(known)}",
+                    f"{text!r}: there is no {name!r}, but {', '.join((*known, *more))}",
                     subject=text,
-                    hint=did_you_mean(name, known) or _EXAMPLE,
+                    hint=did_you_mean(match[1] if more else name, (*known, *more)) or _EXAMPLE,
                 )
         table[cause] = strategy
         if match[3]:

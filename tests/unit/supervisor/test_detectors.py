@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,14 +33,23 @@ def test_a_sample_survives_its_line_and_anything_else_is_refused() -> None:
             Sample.read(line)
 
 
-def test_a_trend_goes_by_the_readings_in_between_and_not_by_single_ones() -> None:
-    trend = Trend(100.0)
-    for at in range(50):
-        trend.add(at, 1000.0 - 10 * at if at % 10 else 0.0)
-    assert trend.left_s() == pytest.approx(51.0)
-    for at in range(50, 200):
-        trend.add(at, 500.0)
-    assert trend.left_s() is None and trend.known_s == 100
+def test_a_trend_is_a_steady_fall_and_neither_a_step_nor_a_return() -> None:
+    def left_s(value: Callable[[float], float]) -> float | None:
+        trend = Trend(100.0)
+        for at in range(150):
+            trend.add(at, value(at))
+        return trend.left_s()
+
+    assert left_s(lambda at: 2000.0 - 10 * at) == pytest.approx(51.0)
+    assert left_s(lambda at: 2000.0 - 10 * at + 30 * jitter(at, 0)) == pytest.approx(54.0, rel=0.05)
+    for level in (
+        lambda at: 500.0,
+        lambda at: 500.0 + at,
+        lambda at: 900.0 - 600 * (at > 99),
+        lambda at: 100.0 * jitter(at, 1),
+    ):
+        assert left_s(level) is None
+    assert left_s(lambda at: 900.0 - 600 * (60 < at < 140)) is None
 
 
 # -- memory

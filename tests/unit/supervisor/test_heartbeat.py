@@ -9,8 +9,21 @@ from pathlib import Path
 import numpy as np
 
 import tenuto
+from tenuto import Repository, every, keep, on
+from tenuto.events import Event, SaveStarted
 from tenuto.telemetry import heartbeat
-from tenuto.telemetry.heartbeat import ENDING, STARTING, TRAINING, VARIABLE, Heartbeat, read_beats
+from tenuto.telemetry.heartbeat import (
+    ENDED,
+    ENDING,
+    STARTING,
+    TRAINING,
+    VARIABLE,
+    Heartbeat,
+    read_beats,
+    read_places,
+    read_run,
+    request_save,
+)  # fmt: skip
 
 
 def test_the_last_beat_of_each_process_is_read(tmp_path: Path) -> None:
@@ -68,4 +81,53 @@ def test_a_training_beats_at_each_step_and_says_when_it_ends(tmp_path: Path, mon
         seen.append(now())
         seen += [now() for _ in ckpt.steps(3)]
         seen.append(now())
-    assert seen == [(0, STARTING), (0, TRAINING), (1, TRAINING), (2, TRAINING), (3, ENDING)]
+    seen.append(now())
+    assert seen == [(0, STARTING), (0, TRAINING), (1, TRAINING), (2, TRAINING), (3, ENDING), (3, ENDED)]
+
+
+def test_a_training_that_is_asked_saves_its_next_step_once_and_goes_on(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "beats").mkdir()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "beats"))
+    began = {}
+
+    class Began:
+        def emit(self, event: Event) -> None:
+            if isinstance(event, SaveStarted):
+                began[event.id.step] = event.reason
+
+    with tenuto.Checkpointer(
+        tmp_path / "ck", {"w": np.zeros(3)}, save=on.end(), memory=every(steps=1), keep=keep.all(), log="silent",
+        sinks=[Began()],
+    ) as ckpt:  # fmt: skip
+        for step in ckpt.steps(9):
+            if step == 4:
+                request_save(tmp_path / "beats", "memory: too early")
+                request_save(tmp_path / "beats", "memory: 1 GiB left")
+            if step == 6:
+                while ckpt.stats.committed < 1:
+                    time.sleep(0.01)
+    assert began == {5: "memory: 1 GiB left", 9: "training ends"}
+    assert [one.step for one in Repository(tmp_path / "ck").checkpoints()] == [9, 5]
+    (beat,) = read_beats(tmp_path / "beats")
+    assert (beat.saves, beat.sealed) == (2, True) and beat.save_s > 0 and beat.save_bytes > 0
+    assert read_run(tmp_path / "beats") == (str(tmp_path / "ck"), "main")
+    assert read_places(tmp_path / "beats") == [str(tmp_path / "ck")]
+
+
+def test_one_of_several_processes_gets_a_request(tmp_path: Path) -> None:
+    first, second = Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1)
+    assert first.save_request() is None
+    request_save(tmp_path, "why")
+    assert (second.save_request(), first.save_request(), second.save_request()) == ("why", None, None)
+    request_save(tmp_path / "gone", "why")
+    assert Heartbeat(None, 0).save_request() is None
+
+
+def test_a_run_in_several_places_names_them_all(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "beats").mkdir()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "beats"))
+    where = tenuto.Mirror(tmp_path / "a", tmp_path / "b")
+    with tenuto.Checkpointer(where, {"w": np.zeros(3)}, log="silent") as ckpt:
+        list(ckpt.steps(1))
+    assert read_run(tmp_path / "beats") == (str(tmp_path / "a"), "main")
+    assert read_places(tmp_path / "beats") == [str(tmp_path / "a"), str(tmp_path / "b")]

@@ -106,10 +106,10 @@ def test_messages_that_are_alike_are_counted_within_an_hour() -> None:
 
 
 def test_findings_are_told_where_they_are_severe() -> None:
-    facts = {"detector": "disk", "severity": "severe", "evidence": "full in 10 min"}
+    facts = {"finding": "disk-filling", "subject": "/a", "severity": "severe", "evidence": "full in 10 min"}
     found = message_of("finding", facts, "train.py on a")
-    assert found == Message("warning", "train.py on a: finding", "full in 10 min", "finding disk")
-    assert message_of("finding", {**facts, "severity": "note"}, "x") is None
+    assert found == Message("warning", "train.py on a: disk-filling", "full in 10 min", "finding disk-filling /a")
+    assert message_of("finding", {**facts, "severity": "routine"}, "x") is None
     assert message_of("started", {"start": 1, "pid": 7}, "x") is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 
 from tenuto.errors import KeyMissing
 from tenuto.supervisor.decide import Ending, Limits
+from tenuto.supervisor.detectors.contract import Finding, Name
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.process_tree import ProcessTree
 from tenuto.supervisor.supervise import Account, Steps, Supervisor, Watch, summary
-from tenuto.telemetry.heartbeat import ENDING, STARTING, TRAINING, Beat
+from tenuto.supervisor.watching import Demand
+from tenuto.telemetry.heartbeat import ENDED, ENDING, STARTING, TRAINING, Beat
 
 
 def supervisor(*command: str, **more: Any) -> Supervisor:
@@ -53,6 +56,67 @@ def test_who_saves_at_the_end_is_not_silent() -> None:
     steps.take([beat(7, 10.0, phase=ENDING)], 10.0)
     steps.take([beat(7, 10.0, phase=ENDING)], 500.0)
     assert steps.last_s == 500.0
+
+
+HOUR_S = 3600.0
+
+
+def hung(watch: Watch, *beats: tuple[float, Beat], at_s: float) -> str | None:
+    """What is hung at a time, in seconds since the start, after these beats at theirs."""
+    found, steps = supervisor("true"), Steps()
+    found.watch = watch
+    began_s = steps.started_s
+    for taken_s, one in beats:
+        steps.take([replace(one, at_s=began_s + one.at_s)], began_s + taken_s)
+    return found._hung(steps, began_s + at_s)
+
+
+def test_a_start_that_never_comes_to_its_first_step_counts_as_hung() -> None:
+    restoring = (1.0, beat(0, 1.0, phase=STARTING)), (7000.0, beat(0, 1.0, phase=STARTING))
+    assert hung(Watch(), *restoring, at_s=7100.0) is None
+    assert hung(Watch(), *restoring, at_s=7300.0) == "no first step within 2 h 00 min"
+    assert hung(Watch(start_s=600.0), *restoring, at_s=601.0) == "no first step within 10 min 00 s"
+    assert (
+        hung(Watch(start_s=0.0), *restoring, at_s=1e6) is None and hung(Watch(hang_s=0.0), *restoring, at_s=1e6) is None
+    )
+    claimed = (5.0, beat(700, 5.0)), (6.0, beat(700, 5.0))
+    assert hung(Watch(start_s=600.0), *claimed, at_s=601.0) == "no first step within 10 min 00 s", "at 700 it resumed"
+    stepped = (*claimed, (500.0, beat(701, 500.0)))
+    assert hung(Watch(start_s=600.0), *stepped, at_s=601.0) is None
+
+
+def test_a_program_without_a_checkpointer_has_no_limit_unless_it_is_given_one() -> None:
+    assert hung(Watch(), at_s=1e6) is None
+    assert hung(Watch(start_s=600.0), at_s=601.0) == "no first step within 10 min 00 s"
+
+
+def test_an_end_that_never_comes_counts_as_hung_and_what_the_script_does_later_does_not() -> None:
+    saving = (1.0, beat(0, 1.0)), (9.0, beat(7, 9.0)), (10.0, beat(7, 10.0, phase=ENDING))
+    assert hung(Watch(), *saving, at_s=HOUR_S) is None
+    assert hung(Watch(), *saving, at_s=HOUR_S + 10) == "it has not ended within 1 h 00 min after step 7"
+    assert hung(Watch(end_s=60.0), *saving, at_s=70.0) == "it has not ended within 1 min 00 s after step 7"
+    assert hung(Watch(hang_s=0.0), *saving, at_s=1e6) is None and hung(Watch(end_s=0.0), *saving, at_s=1e6) is None
+    evaluating = (*saving, (20.0, beat(7, 20.0, phase=ENDED)))
+    assert hung(Watch(), *evaluating, at_s=1e6) is None
+    assert hung(Watch(end_s=60.0), *evaluating, at_s=70.0) is not None
+    again = (*evaluating, (30.0, beat(0, 30.0, phase=STARTING)))
+    assert hung(Watch(end_s=60.0), *again, at_s=70.0) is None, "another training of the same script"
+    nothing_to_do = ((1.0, beat(100, 1.0, phase=ENDING)),)
+    assert hung(Watch(start_s=600.0), *nothing_to_do, at_s=700.0) is None
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpu-lost", "device"), ("memory", "out of memory"), ("straggler", "hung")])
+def test_what_was_ended_for_a_finding_has_its_cause(name: Name, kind: str) -> None:
+    found = supervisor("true")
+    found._demand = Demand("restart", Finding(name, "why"))
+    assert found._kind(-9, "why", False) == (kind, "why")
+
+
+def test_what_left_for_a_notice_says_so_and_not_the_signal_alone() -> None:
+    found = supervisor("true")
+    found._asked, found._demand = [signal.SIGTERM], Demand("leave", Finding("preemption", "AWS takes it", "", 90.0))
+    assert found._kind(143, None, False) == ("asked to leave", "preemption: AWS takes it")
+    assert found._grace_s() == 88.0 and supervisor("true")._grace_s() == Watch().grace_s
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tenuto.policy.save import SavePolicy
 from tenuto.ranks.contract import Settings
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
+from tenuto.telemetry import heartbeat
 
 MIB = 1 << 20
 PATIENCE_S = 60.0
@@ -216,3 +217,26 @@ def test_where_the_first_rank_finds_nan_all_stop_at_one_step_and_save_it(tmp_pat
     one, other = raised(together(2, work))
     assert one == other and 5 < one < 50_000
     assert tenuto.Repository(tmp_path).latest_step() == one
+
+
+@pytest.mark.parametrize("taker", [0, 1])
+def test_a_save_that_a_supervisor_asks_one_rank_for_is_of_one_step_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taker: int
+) -> None:
+    (tmp_path / "beats").mkdir()
+    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path / "beats"))
+    take = heartbeat.Heartbeat.save_request
+    monkeypatch.setattr(
+        heartbeat.Heartbeat, "save_request", lambda beats: take(beats) if beats._rank == taker else None
+    )
+    asked: list[int] = []
+
+    def think(seen: Seen) -> float | None:
+        if not asked:
+            asked.append(1)
+            heartbeat.request_save(tmp_path / "beats", "memory: 1 GiB left")
+        return None if seen.committed else 1.0
+
+    seen = train(tmp_path / "ck", every(steps=100_000), think)[0]
+    assert list(seen.reasons.values()) == ["memory: 1 GiB left", "stop() was called"]
+    assert not (tmp_path / "beats" / heartbeat.REQUEST_FILE).exists()

@@ -146,18 +146,18 @@ class Preemption:
 def recognised() -> str | None:
     """Returns which cloud this machine belongs to, by its firmware; None for any other. No network is asked."""
 
-    def says(name: str) -> str:
+    def firmware(name: str) -> str:
         try:
             return (DMI / name).read_text().strip()
         except OSError:
             return ""
 
-    vendor = says("sys_vendor")
+    vendor = firmware("sys_vendor")
     if vendor == "Amazon EC2":
         return "aws"
-    if vendor == "Google" or says("product_name") == "Google Compute Engine":
+    if vendor == "Google" or firmware("product_name") == "Google Compute Engine":
         return "gcp"
-    if says("chassis_asset_tag") == "7783-7084-3265-9085-8269-3286-77":
+    if firmware("chassis_asset_tag") == "7783-7084-3265-9085-8269-3286-77":
         return "azure"
     return None
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import median
 from typing import Final
 
 POINTS: Final = 24
 """A slope is taken of so many readings at most: 276 pairs."""
+STEADY: Final = 0.25
+"""Each third of the time has to bring so much of a fall, at least, and no single reading more than half of it: one step
+down is no trend."""
 
 
 class Trend:
@@ -36,12 +39,21 @@ class Trend:
         return self._readings[0][1] - self._readings[-1][1] if self._readings else 0.0
 
     def left_s(self) -> float | None:
-        """Returns in how many seconds it comes to zero at the present trend; None if it does not fall. The trend is the
-        median of the slopes between all pairs of readings (Theil and Sen)."""
+        """Returns in how many seconds it comes to zero at the present trend; None if it does not fall steadily. The
+        trend is the median of the slopes between all pairs of readings (Theil and Sen)."""
         every = max(-(-len(self._readings) // POINTS), 1)
         points = list(self._readings)[::-every]
+        third = len(points) // 3
+        if not third:
+            return None
+        late, middle, early = (
+            median(value for _, value in points[first : first + third]) for first in (0, third, len(points) - third)
+        )
+        fall, single = early - late, max(before[1] - after[1] for after, before in pairwise(points))
+        if fall <= 0 or min(early - middle, middle - late) < STEADY * fall or single > fall / 2:
+            return None
         slopes = [(later[1] - earlier[1]) / (later[0] - earlier[0]) for later, earlier in combinations(points, 2)]
-        slope = median(slopes) if slopes else 0.0
+        slope = median(slopes)
         return None if slope >= 0 else self._readings[-1][1] / -slope
 
 
