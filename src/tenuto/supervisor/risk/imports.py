@@ -22,8 +22,14 @@ from tenuto.supervisor.detectors.contract import END, Sample
 
 DAY_S: Final = 86_400.0
 _LANL_CAUSES: Final = ("Facilities", "Hardware", "Human Error", "Network", "Undetermined", "Software")
-_NUMBER: Final = re.compile(r"\s*(-?\d+(?:\.\d+)?)(?:\s*[A-Za-z%/]+)?\s*")
+_NUMBER: Final = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z%/]*)\s*")
 """A number, perhaps with a unit behind it, as in `1234 MiB`."""
+_OURS: Final = {
+    "temperature.gpu": "temperature", "ecc.errors.uncorrected.volatile.total": "ecc_uncorrectable",
+    "memory.free": "memory_free_bytes", "memory.total": "memory_total_bytes", "utilization.gpu": "utilization",
+    "power.draw": "power_w",
+}  # fmt: skip
+"""What the detector of GPUs calls the values of a query."""
 Row = Mapping[str, str]
 Found = tuple[str, Sample]
 """The thing that a sample is of, and the sample."""
@@ -94,13 +100,14 @@ def _minute(text: str) -> float:
 
 
 def _nvidia_smi(rows: Iterator[Row]) -> Iterator[Found]:
-    """A row is a GPU at a time of this machine's zone. Numbers keep the query's names, dots as underscores; what is no
-    number, such as `[N/A]`, is left out."""
+    """A row is a GPU at a time of this machine's zone. Values have the names of the detector of GPUs, or the query's,
+    with underscores for dots; what is no number, such as `[N/A]`, is left out."""
     for row in rows:
         at = datetime.strptime(row["timestamp"].strip(), "%Y/%m/%d %H:%M:%S.%f").astimezone(_local()).timestamp()
         thing = row.get("index", "0").strip()
         values = {
-            f"{thing}.{name.replace('.', '_')}": float(match[1])
+            f"{thing}.{_OURS.get(name, name.replace('.', '_'))}": float(match[1])
+            * (1 << 20 if match[2] == "MiB" else 1)
             for name, value in row.items()
             if name not in ("timestamp", "index") and (match := _NUMBER.fullmatch(value))
         }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from tenuto.supervisor.detectors.contract import Finding, Sample
+from tenuto.supervisor.detectors.registry import detectors
 from tenuto.supervisor.risk.model import Model, Risk
 from tenuto.supervisor.risk.rules import Rules
 from tenuto.supervisor.risk.trust import Trust
@@ -16,8 +17,6 @@ from tenuto.units import count, seconds
 
 EVERY_S: Final = 5.0
 """How often the risk is scored."""
-HOLD_S: Final = 4.0
-"""How long a finding holds: a save is asked for once, and perhaps again while the alarm lasts."""
 
 
 class Scorer(Protocol):
@@ -47,8 +46,8 @@ class ModelScorer:
 
 
 def rules() -> Scorer:
-    """Returns the rules, by all detectors that there are."""
-    return Rules([])
+    """Returns the rules, by detectors of their own: what those have seen is not what others have."""
+    return Rules(detectors("off"))
 
 
 @dataclass(slots=True)
@@ -58,20 +57,17 @@ class RiskPredictor:
     scorer: Scorer
     trust: Trust = field(default_factory=Trust)
     _scored: float = float("-inf")
-    _until: float = float("-inf")
-    _finding: Finding | None = None
 
     def observe(self, samples: Iterable[Sample], now: float) -> Finding | None:
-        """Takes what is new, and returns the finding `risk` for a few seconds when a save is worth it."""
+        """Takes what is new, and returns the finding `risk` each time that a save is worth it."""
         for sample in samples:
             self.scorer.take(sample)
             self.trust.take(sample)
-        if now - self._scored >= EVERY_S:
-            self._scored = now
-            alarm = self.trust.ledger.raised(self.scorer.risk(now), self.scorer.threshold, now)
-            if alarm is not None and self.trust.heed(alarm, now):
-                self._finding, self._until = self._found(alarm.risk), now + HOLD_S
-        return self._finding if now < self._until else None
+        if now - self._scored < EVERY_S:
+            return None
+        self._scored = now
+        alarm = self.trust.ledger.raised(self.scorer.risk(now), self.scorer.threshold, now)
+        return self._found(alarm.risk) if alarm is not None and self.trust.heed(alarm, now) else None
 
     def replay(self, samples: Iterable[Sample]) -> None:
         """Takes an earlier recording of this job, to know how good its alarms were then. Nothing that was done about
@@ -79,7 +75,6 @@ class RiskPredictor:
         for sample in samples:
             self.observe([sample], sample.at)
         self.trust = Trust(self.trust.ledger)
-        self._until = float("-inf")
 
     def _found(self, risk: Risk) -> Finding:
         ledger = self.trust.ledger

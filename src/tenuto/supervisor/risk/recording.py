@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -9,22 +10,22 @@ from tenuto.errors import UsageError
 from tenuto.supervisor.detectors.contract import Sample
 
 
-def read_recording(path: Path) -> list[Sample]:
-    """Returns the samples of a file in the order of their times. A last line that was cut off is left out. Raises
-    UsageError for a file that cannot be read, or is none."""
+def read_recording(path: Path, newest: int | None = None) -> list[Sample]:
+    """Returns the samples of a file in the order of their times, or the last `newest` of them. A last line that was cut
+    off is left out. Raises UsageError for a file that cannot be read, or is none."""
     try:
         with open(path, encoding="utf-8") as file:
-            lines = file.readlines()
+            lines = list(deque(enumerate(file, 1), newest))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"{path} cannot be read: {why}", subject=str(path)) from None
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         try:
             if line.strip():
                 found.append(Sample.read(line))
         except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
+            if number == lines[-1][0] and not line.endswith("\n"):
                 break  # the recorder was killed within it
             raise UsageError(
                 f"{path}, line {number}: {error}",

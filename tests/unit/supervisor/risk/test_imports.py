@@ -60,10 +60,9 @@ def test_nodes_fail_and_come_back(tmp_path: Path) -> None:
 def test_gpus_of_a_machine_are_things_of_one_recording(tmp_path: Path) -> None:
     found = imported(tmp_path, "nvidia-smi", NVIDIA)["gpus"]
     assert found[0].values == {
-        "0.temperature_gpu": 64, "0.memory_used": 70123, "0.ecc_errors_uncorrected_volatile_total": 0,
-        "0.power_draw": 412.55,
+        "0.temperature": 64, "0.memory_used": 70123 * 2**20, "0.ecc_uncorrectable": 0, "0.power_w": 412.55,
     }  # fmt: skip
-    assert "1.ecc_errors_uncorrected_volatile_total" not in found[1].values and "1.power_draw" in found[1].values
+    assert "1.ecc_uncorrectable" not in found[1].values and "1.power_w" in found[1].values
     assert datetime.fromtimestamp(found[0].at).hour == 8
 
 
