@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54",
     "tenuto simulate --mtbf 10m --memory 10s --memory-restart 5s --days 3",
+    "tenuto simulate --stall 2m --precision 0.8 --recall 0.6 --lead 5m",
 )
 
 
@@ -34,6 +35,9 @@ def simulate(
     memory_stall: Annotated[str, typer.Option(metavar="TIME", help="What one of them costs.")] = "0s",
     memory_restart: Annotated[str, typer.Option(metavar="TIME", help="From there.")] = "5s",
     node_share: Annotated[float, typer.Option(metavar="SHARE", help="Of failures that lose a node.")] = 0.25,
+    precision: Annotated[float, typer.Option(metavar="SHARE", help="Of a predictor's alarms that are right.")] = 0.0,
+    recall: Annotated[float, typer.Option(metavar="SHARE", help="Of failures that it foresees.")] = 0.0,
+    lead: Annotated[str, typer.Option(metavar="TIME", help="From its alarm to the failure.")] = "2m",
     shape: Annotated[float, typer.Option(metavar="K", help="Weibull shape of failures.")] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="For the times of failures.")] = 0,
     json: options.Json = False,
@@ -46,6 +50,7 @@ def simulate(
     """
     from tenuto.model.sizes import parse_time
     from tenuto.policy.interval import SaveCosts
+    from tenuto.policy.prediction import Predictor
     from tenuto.policy.simulation import Job
     from tenuto.policy.simulation import simulate as simulated
 
@@ -65,6 +70,7 @@ def simulate(
         memory_stall_s=time_of(memory_stall, "--memory-stall"),
         memory_restart_s=time_of(memory_restart, "--memory-restart"),
         node_share=node_share,
+        predictor=Predictor(precision, recall, time_of(lead, "--lead")) if precision or recall else None,
     )
     found = simulated(job, seed)
     if json:
@@ -75,6 +81,7 @@ def simulate(
 
 def _show(job: Job, found: Outcome, gpus: int) -> None:
     from tenuto.policy.interval import waste
+    from tenuto.policy.prediction import predicted_waste
     from tenuto.units import count, seconds
 
     def row(name: str, value_s: float) -> tuple[str, str]:
@@ -91,8 +98,18 @@ def _show(job: Job, found: Outcome, gpus: int) -> None:
         ("failures", f"{count(found.failures, 'failure')}, {per_day:.1f} a day{memory}"),
         ("saves", f"after each {seconds(found.between_saves_s)} of work"),
     ]
+    if (heeds := job.heeds) is not None:
+        heeded = f"{found.alarms:,} heeded: a save where {seconds(heeds.stake_s)} of work are at stake, then"
+        rows.append(("alarms", f"{heeded} after each {seconds(heeds.window_s)}"))
+    elif job.predictor is not None:
+        rows.append(("alarms", "not worth anything: they cost more than they keep, or come too late for a save"))
     if job.memory_s is None and job.shape == 1:
-        expected = 1 - waste(found.between_saves_s, job.costs, job.mtbf_s, job.restart_s)
-        rows.append(("expected", f"{expected:8.3%}  by the closed form, without chance"))
+        if heeds is None or job.predictor is None:
+            lost = waste(found.between_saves_s, job.costs, job.mtbf_s, job.restart_s)
+        else:
+            lost = predicted_waste(
+                found.between_saves_s, job.costs, job.mtbf_s, job.predictor, restart_s=job.restart_s
+            )  # fmt: skip
+        rows.append(("expected", f"{1 - lost:8.3%}  by the closed form, without chance"))
     output.line(f"effective training time ratio {found.ettr:.4f}")
     output.line(output.rows(rows))
