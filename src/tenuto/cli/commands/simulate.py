@@ -23,7 +23,7 @@ EXAMPLES = examples(
 
 def simulate(
     *,
-    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Between failures of the whole job.")] = "3.09h",
+    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Between failures.")] = "3.09h",
     days: Annotated[float, typer.Option(metavar="N", help="Of useful work.")] = 30.0,
     gpus: Annotated[int, typer.Option(metavar="N", help="For what it comes to in their hours.")] = 1,
     stall: Annotated[str, typer.Option(metavar="TIME", help="That a save blocks training for.")] = "0.2s",
@@ -35,9 +35,9 @@ def simulate(
     memory_stall: Annotated[str, typer.Option(metavar="TIME", help="What one of them costs.")] = "0s",
     memory_restart: Annotated[str, typer.Option(metavar="TIME", help="From there.")] = "5s",
     node_share: Annotated[float, typer.Option(metavar="SHARE", help="Of failures that lose a node.")] = 0.25,
-    precision: Annotated[float, typer.Option(metavar="SHARE", help="Of a predictor's alarms that are right.")] = 0.0,
-    recall: Annotated[float, typer.Option(metavar="SHARE", help="Of failures that it foresees.")] = 0.0,
-    lead: Annotated[str, typer.Option(metavar="TIME", help="From its alarm to the failure.")] = "2m",
+    precision: Annotated[float, typer.Option(metavar="SHARE", help="Of a predictor of failures.")] = 0.0,
+    recall: Annotated[float, typer.Option(metavar="SHARE", help="Of a predictor of failures.")] = 0.0,
+    lead: Annotated[str, typer.Option(metavar="TIME", help="From its alarm on.")] = "2m",
     shape: Annotated[float, typer.Option(metavar="K", help="Weibull shape of failures.")] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="For the times of failures.")] = 0,
     json: options.Json = False,
