@@ -67,11 +67,6 @@ class Measured:
         """How many times fewer bytes are stored."""
         return self.raw_bytes / max(self.stored_bytes, 1)
 
-    @property
-    def encode_bytes_per_s(self) -> float:
-        """Of raw bytes, on one core."""
-        return self.raw_bytes / max(self.encode_s, 1e-9)
-
 
 def measure(
     name: str, chunks: Sequence[memoryview], bases: Sequence[memoryview] | None = None, level: int = LEVEL

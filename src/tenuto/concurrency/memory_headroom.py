@@ -36,6 +36,25 @@ def machine() -> Room | None:
 
 def control_groups() -> Iterator[Room]:
     """Yields the room in every control group with a limit that this process is in, ancestors too."""
+    for group, names in _groups():
+        if (room := _room(group, *names)) is not None:
+            yield room
+
+
+def memory_kills() -> int:
+    """Returns how many processes of this process's control group the kernel has killed for want of memory; 0 where it
+    does not say."""
+    for group, _ in _groups():
+        for name in ("memory.events", "memory.oom_control"):
+            found = dict(line.split(" ", 1) for line in _lines(group / name) if " " in line)
+            if "oom_kill" in found:
+                return int(found["oom_kill"])
+    return 0
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yields the groups that this process is in, its own first, with the names of files: the limit, the usage, and the
+    statistics that count cache."""
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -48,8 +67,7 @@ def control_groups() -> Iterator[Room]:
         # In a container the path is the host's, and only the mount's root is there: it is the container's own group.
         parts = [part for part in path.strip("/").split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
-            if (room := _room(root.joinpath(*parts[:depth]), *files)) is not None:
-                yield room
+            yield root.joinpath(*parts[:depth]), files
 
 
 def _room(group: Path, limit_name: str, usage_name: str, *droppable: str) -> Room | None:

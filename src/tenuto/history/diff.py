@@ -31,6 +31,8 @@ _SKIPPED: Final = frozenset({"timing", "encoding"})
 
 Change = Literal["same", "changed", "retyped", "reshaped", "added", "removed"]
 CHANGES: Final[tuple[Change, ...]] = ("removed", "added", "reshaped", "retyped", "changed", "same")
+DIGITS: Final = 6
+"""How many digits of a norm, a relative change or a cosine mean something: sums of float32 are exact to about 1e-7."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,8 @@ class Diff:
 def _size(leaf: LeafDiff) -> float:
     if leaf.nonfinite is not None and leaf.nonfinite[0] != leaf.nonfinite[1]:
         return math.inf
-    return leaf.relative if leaf.relative is not None else leaf.differing or 0.0
+    size = leaf.relative if leaf.relative is not None else leaf.differing or 0.0
+    return float(f"{size:.{DIGITS}g}")  # sums of float32 differ behind that from one processor to another
 
 
 class LeafSource(Protocol):

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Final
 
 import psutil  # type: ignore[import-untyped]
@@ -104,14 +103,3 @@ class ProcessTree:
 def _prctl(option: int, argument: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
-
-
-def memory_kills() -> int:
-    """Returns how many processes of this control group the kernel has killed for want of memory; 0 where it does not
-    say."""
-    try:
-        path = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
-        events = Path(f"/sys/fs/cgroup{path}/memory.events").read_text()
-        return int(dict(line.split() for line in events.splitlines()).get("oom_kill", 0))
-    except (OSError, ValueError):
-        return 0

@@ -17,13 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from tenuto.concurrency.memory_headroom import memory_kills
 from tenuto.concurrency.process_trees import lives
 from tenuto.errors import TenutoError, UsageError
 from tenuto.supervisor.actions import CAUSES_OF
 from tenuto.supervisor.chaos import Injector
 from tenuto.supervisor.decide import Ending, Kind, Limits, decide, silence_allowed, silence_words
 from tenuto.supervisor.journal import Journal
-from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans, memory_kills
+from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans
 from tenuto.supervisor.strategies import Recovery, cause_of, decisive, evidence_of
 from tenuto.supervisor.watching import Demand, Watching
 from tenuto.telemetry import last_words

@@ -59,6 +59,18 @@ def test_in_a_container_the_mounts_root_is_its_group(machine) -> None:
     assert headroom.memory_headroom() == 0
 
 
+def test_kills_are_counted_in_the_own_group_of_either_version(machine) -> None:
+    machine("/proc/self/cgroup", "0::/job\n")
+    machine("cgroup/job/memory.events", "low 0\noom 4\noom_kill 3\n")
+    machine("cgroup/memory.events", "oom_kill 99\n")
+    assert headroom.memory_kills() == 3
+    machine("/proc/self/cgroup", "4:memory:/job\n0::/\n")
+    machine("cgroup/memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert headroom.memory_kills() == 2
+    machine("/proc/self/cgroup", "")
+    assert headroom.memory_kills() == 0
+
+
 def test_nobody_knows(machine) -> None:
     machine("/proc/meminfo", "")
     assert headroom.memory_headroom() is None

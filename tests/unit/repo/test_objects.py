@@ -241,21 +241,6 @@ def test_where_everything_lies() -> None:
     assert object_names.numbered("refs/tag/x", 3) == "refs/tag/x/3.json"
 
 
-def test_an_objects_step_is_told_from_its_name() -> None:
-    attempt = "runs/gpt/a0007"
-    assert object_names.step_in(attempt, f"{attempt}/step-00000500/notes/1.json") == (500, "notes/1.json")
-    assert object_names.step_in(attempt, f"{attempt}/step-00000500/") == (500, "")
-    for name in (
-        f"{attempt}/attempt.json",
-        f"{attempt}/step-00000500",
-        f"{attempt}/step-5/x",
-        f"{attempt}x/step-00000500/x",
-        "runs/gpt/a0008/step-00000500/x",
-        f"{attempt}/lease/1.json",
-    ):
-        assert object_names.step_in(attempt, name) is None, name
-
-
 def test_a_file_that_leads_out_is_named_in_part() -> None:
     assert object_names.check_file("rank-00000.index", subject="m") == "rank-00000.index"
     for name, shown in (("../x", "'../x'"), ("x" * 200, repr("x" * 120)), (5, "'5'")):

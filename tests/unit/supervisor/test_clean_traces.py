@@ -41,7 +41,7 @@ def quiet(seed: int, hours: float) -> list[Sample]:
     degrees, wall = source.uniform(55, 84), source.uniform(-400e-6, 400e-6)
 
     def memory(at: float) -> dict[str, float]:
-        used = 0.55 + 0.15 * min(at / 300, 1) + 0.02 * noise(0, 1) + (0.1 if at % HOUR_S < 300 else 0)
+        used = 0.55 + 0.15 * min(at / 300, 1) + 0.01 * noise(0, 1) + (0.1 if at % HOUR_S < 300 else 0)
         stalled = max(noise(0, 2), 0)
         return {"host_available_bytes": (1 - min(used, 0.97)) * host, "host_total_bytes": host,
                 "psi_some_avg10": stalled, "psi_full_avg10": stalled / 2}  # fmt: skip

@@ -159,6 +159,12 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
+def _rounded(value: float | None) -> float | None:
+    from tenuto.history.diff import DIGITS
+
+    return None if value is None else float(f"{value:.{DIGITS}g}")
+
+
 def _cosine(leaf: LeafDiff) -> str:
     return "" if leaf.cosine is None else f"{leaf.cosine:.6f}"
 
@@ -187,10 +193,10 @@ def _json(found: Diff, sort: Literal["change", "path"]) -> dict[str, object]:
                 "change": leaf.change,
                 "dtypes": list(leaf.dtypes),
                 "shapes": [None if shape is None else list(shape) for shape in leaf.shapes],
-                "norms": None if leaf.norms is None else list(leaf.norms),
-                "largest": leaf.largest,
-                "relative": leaf.relative,
-                "cosine": leaf.cosine,
+                "norms": None if leaf.norms is None else [_rounded(norm) for norm in leaf.norms],
+                "largest": _rounded(leaf.largest),
+                "relative": _rounded(leaf.relative),
+                "cosine": _rounded(leaf.cosine),
                 "differing": leaf.differing,
                 "nonfinite": None if leaf.nonfinite is None else list(leaf.nonfinite),
             }

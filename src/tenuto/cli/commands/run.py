@@ -52,12 +52,10 @@ def run(
     end_within: Annotated[str, typer.Option(metavar="TIME", help="From its last step; `off`; else 1 h to save.")] = "",
     notices: Annotated[
         str,
-        typer.Option(metavar="CLOUD", help="Whose notices to read: aws, gcp, azure or off; else the machine's own."),
+        typer.Option(metavar="CLOUD", help="Whose notices: aws, gcp, azure, off; else found out."),
     ] = "",
     record: Annotated[str, typer.Option(metavar="FILE", help="Where to append what is read of the machine.")] = "",
-    risk: Annotated[
-        str, typer.Option(metavar="MODEL", help="What foresees faults: a model of `tenuto risk`, `off`; else rules.")
-    ] = "",
+    risk: Annotated[str, typer.Option(metavar="MODEL", help="What foresees faults; `off`; else rules.")] = "",
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help="To leave in, when asked to.")] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",

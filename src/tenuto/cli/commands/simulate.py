@@ -12,12 +12,13 @@ from tenuto.cli.console.help_text import examples
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
+    from tenuto.policy.prediction import Predictor
     from tenuto.policy.simulation import Job, Outcome
 
 EXAMPLES = examples(
     "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54",
     "tenuto simulate --mtbf 10m --memory 10s --memory-restart 5s --days 3",
-    "tenuto simulate --stall 2m --precision 0.8 --recall 0.6 --lead 5m",
+    "tenuto simulate --stall 2m --mtbf 12h --predictor 0.8,0.6,5m",
 )
 
 
@@ -35,9 +36,7 @@ def simulate(
     memory_stall: Annotated[str, typer.Option(metavar="TIME", help="What one of them costs.")] = "0s",
     memory_restart: Annotated[str, typer.Option(metavar="TIME", help="From there.")] = "5s",
     node_share: Annotated[float, typer.Option(metavar="SHARE", help="Of failures that lose a node.")] = 0.25,
-    precision: Annotated[float, typer.Option(metavar="SHARE", help="Of a predictor of failures.")] = 0.0,
-    recall: Annotated[float, typer.Option(metavar="SHARE", help="Of a predictor of failures.")] = 0.0,
-    lead: Annotated[str, typer.Option(metavar="TIME", help="From its alarm on.")] = "2m",
+    predictor: Annotated[str, typer.Option(metavar="P,R,TIME", help="Of failures: precision, recall, lead.")] = "",
     shape: Annotated[float, typer.Option(metavar="K", help="Weibull shape of failures.")] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="For the times of failures.")] = 0,
     json: options.Json = False,
@@ -50,7 +49,6 @@ def simulate(
     """
     from tenuto.model.sizes import parse_time
     from tenuto.policy.interval import SaveCosts
-    from tenuto.policy.prediction import Predictor
     from tenuto.policy.simulation import Job
     from tenuto.policy.simulation import simulate as simulated
 
@@ -70,13 +68,26 @@ def simulate(
         memory_stall_s=time_of(memory_stall, "--memory-stall"),
         memory_restart_s=time_of(memory_restart, "--memory-restart"),
         node_share=node_share,
-        predictor=Predictor(precision, recall, time_of(lead, "--lead")) if precision or recall else None,
+        predictor=_predictor(predictor) if predictor else None,
     )
     found = simulated(job, seed)
     if json:
         output.document("simulate", {**asdict(found), "ettr": found.ettr, "gpus": gpus, "seed": seed})
     else:
         _show(job, found, gpus)
+
+
+def _predictor(text: str) -> Predictor:
+    """Returns the predictor of `0.8,0.6,5m`. Raises UsageError."""
+    from tenuto.model.sizes import parse_time
+    from tenuto.policy.prediction import Predictor
+
+    try:
+        precision, recall, lead = text.split(",")
+        return Predictor(float(precision), float(recall), parse_time(lead, "--predictor"))
+    except ValueError:
+        hint = "--predictor 0.8,0.6,5m"
+        raise UsageError(f"{text!r} is no precision, recall and lead", subject="--predictor", hint=hint) from None
 
 
 def _show(job: Job, found: Outcome, gpus: int) -> None:

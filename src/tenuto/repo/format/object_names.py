@@ -154,15 +154,6 @@ def check_file(name: object, *, subject: str) -> str:
     return name
 
 
-def step_in(attempt: str, name: str) -> tuple[int, str] | None:
-    """Returns (step, rest of the name below it) for an object below the attempt's directory, None outside any step."""
-    if not name.startswith(attempt + "/"):
-        return None
-    key, slash, rest = name[len(attempt) + 1 :].partition("/")
-    step = parse_step(key)
-    return None if step is None or not slash else (step, rest)
-
-
 def is_pack(name: str) -> bool:
     """Returns whether `name` is a pack's: packs are in the places declared for them, which may not include the home."""
     return name.endswith(_PACKS) and _in_step(name)

@@ -61,7 +61,7 @@ class Gpu:
 
     def _begin(self) -> bool:
         try:
-            import pynvml  # type: ignore[import-untyped]
+            import pynvml
         except ImportError:
             return False
         try:

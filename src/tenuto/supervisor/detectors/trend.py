@@ -10,8 +10,9 @@ from typing import Final
 POINTS: Final = 24
 """A slope is taken of so many readings at most: 276 pairs."""
 STEADY: Final = 0.25
+CLEAR: Final = 4.0
 """Each third of the time has to bring so much of a fall, at least, and no single reading more than half of it: one step
-down is no trend."""
+down is no trend. And the whole is so many times what lies between two readings, usually: noise is none either."""
 
 
 class Trend:
@@ -49,8 +50,9 @@ class Trend:
         late, middle, early = (
             median(value for _, value in points[first : first + third]) for first in (0, third, len(points) - third)
         )
-        fall, single = early - late, max(before[1] - after[1] for after, before in pairwise(points))
-        if fall <= 0 or min(early - middle, middle - late) < STEADY * fall or single > fall / 2:
+        fall, drops = early - late, [before[1] - after[1] for after, before in pairwise(points)]
+        usual = median(map(abs, drops))
+        if min(early - middle, middle - late) < STEADY * fall or not max(2 * max(drops), CLEAR * usual) < fall:
             return None
         slopes = [(later[1] - earlier[1]) / (later[0] - earlier[0]) for later, earlier in combinations(points, 2)]
         slope = median(slopes)
