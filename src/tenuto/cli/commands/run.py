@@ -31,6 +31,8 @@ EXAMPLES = examples(
     "tenuto run --hang 5m --deadline 11.5h -- torchrun --nproc-per-node 8 train.py",
     "tenuto run --on straggler=restart --record samples.jsonl -- python train.py",
 )
+_ENDS = "Ends in an hour (12), in a row in vain (3)."
+_FILES = "For what happens, and what is read of the machine."
 REPLAYED = 50_000
 """Samples of a recording, the newest ones, that are looked at to know how good a predictor was: a second at most."""
 
@@ -42,8 +44,8 @@ def run(
         str, typer.Option(metavar="WHERE", help="Only there save what is left in memory at the end.", envvar=VARIABLE)
     ] = "",
     restarts: Annotated[int, typer.Option(metavar="N", help="Restarts in all.")] = 100,
-    per_hour: Annotated[int, typer.Option(metavar="N", help="Ends within an hour.")] = 12,
-    in_vain: Annotated[int, typer.Option(metavar="N", help="Ends in a row without a new step.")] = 3,
+    per_hour: Annotated[int, typer.Option(metavar="N", help=_ENDS, show_default=False)] = 12,
+    in_vain: Annotated[int, typer.Option(metavar="N", help=_ENDS, show_default=False)] = 3,
     hang: Annotated[str, typer.Option(metavar="TIME", help="Without a step; `off`; else learnt.")] = "",
     on: Annotated[
         list[str] | None, typer.Option("--on", metavar="CAUSE=HOW[:N]", help="What to do, N times an hour at most.")
@@ -52,14 +54,14 @@ def run(
     end_within: Annotated[str, typer.Option(metavar="TIME", help="From its last step; `off`; else 1 h to save.")] = "",
     notices: Annotated[
         str,
-        typer.Option(metavar="CLOUD", help="Whose notices: aws, gcp, azure, off; else found out."),
+        typer.Option(metavar="CLOUD", help="Whose notices: aws, gcp, azure, off."),
     ] = "",
-    record: Annotated[str, typer.Option(metavar="FILE", help="Where to append what is read of the machine.")] = "",
     risk: Annotated[str, typer.Option(metavar="MODEL", help="What foresees faults; `off`; else rules.")] = "",
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help="To leave in, when asked to.")] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",
-    journal: Annotated[str, typer.Option(metavar="FILE", help="Where to note what happens.")] = "",
+    journal: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
+    record: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
     notify: Annotated[
         list[str] | None, typer.Option("--notify", metavar="URL", help="Whom to tell, as apprise has it, or env:NAME.")
     ] = None,

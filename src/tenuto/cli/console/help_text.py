@@ -189,6 +189,8 @@ def _spelling(param: Any) -> str:
 def _explained(param: Any) -> str:
     text = param.help or ""
     default = param.default
-    if _is_argument(param) or param.is_flag or callable(default) or default in (None, "", (), []):
+    if _is_argument(param) or param.is_flag or param.show_default is False:
+        return text
+    if callable(default) or default in (None, "", (), []):
         return text
     return f"{text}  [default: {default:g}]" if isinstance(default, float) else f"{text}  [default: {default}]"

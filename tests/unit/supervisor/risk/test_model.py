@@ -39,7 +39,7 @@ def test_it_foresees_what_grows_and_says_why(kind: Literal["logistic", "trees"],
     scorer = ModelScorer(again)
     for number in range(40):
         scorer.take(
-            Sample(number * 15, "memory", {"rss": (10 + number / 2) * 2**30, "headroom": (30 - number / 2) * 2**30})
+            Sample(number * 15, "memory", {"host_available_bytes": (30 - number * 0.7) * 2**30})
         )
     risk = scorer.risk(600)
     assert risk.probability > 0.5 and risk.horizon_s == 600
