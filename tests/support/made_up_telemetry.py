@@ -22,7 +22,8 @@ def recording(
             used = 10 + noise * source.gauss(0, 1)
             if leaks and fault - at < 600:
                 used += (600 - (fault - at)) / 600 * 28
-            found.append(Sample(at, "memory", {"host_available_bytes": (40 - used) * GIB, "host_total_bytes": 40 * GIB}))
+            memory = {"host_available_bytes": (40 - used) * GIB, "host_total_bytes": 40 * GIB}
+            found.append(Sample(at, "memory", memory))
             found.append(Sample(at, "gpu", {"0.temperature": source.uniform(60, 70), "1.temperature": 75.0}))
             saves = float((at - began) // 600)
             found.append(Sample(at, STEPS, {"step": at - began, "saves": saves, "save_s": save_s}))
