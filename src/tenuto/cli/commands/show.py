@@ -136,15 +136,13 @@ def _check(where: str, path: str | None, rank: int | None, timing: bool, *, sect
 def _why(manifest: Manifest, json: bool) -> None:
     """Says why the checkpoint was saved when it was, a line for each part of the reason."""
     reason = str(manifest.environment.get("why") or "")
-    policy = manifest.certificate.get("settings")
     parts = [part for part in reason.split("; ") if part]
     if json:
-        output.document("show", {"checkpoint": manifest.id, "why": reason or None, "parts": parts, "settings": policy})
+        output.document("show", {"checkpoint": manifest.id, "why": reason or None, "parts": parts})
         return
     rows = [("why then" if number == 0 else "", part) for number, part in enumerate(parts)]
-    rows = rows or [("why then", "unknown: it was asked for, or made by another program")]
     output.line(str(manifest.id))
-    output.line(output.rows([*rows, *([("settings", _joined(policy))] if policy else [])]))
+    output.line(output.rows(rows or [("why then", "unknown: no policy asked for it")]))
 
 
 def _page(repo: Repo, where: str, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> None:
