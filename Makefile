@@ -39,7 +39,7 @@ test-long: setup
 # machine cannot have one its tests are skipped by name, but with TENUTO_STORES_REQUIRED=1 or CI set they fail.
 test-stores: setup
 	$(BIN)/python tests/stores/install.py
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/stores
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/stores
 
 # In environments of their own below build/trainers: trainers do not agree on what they depend on. TRAINERS="torch jax" runs
 # only these. One that this machine cannot have is skipped by name, but with TENUTO_TRAINERS_REQUIRED=1 it fails.

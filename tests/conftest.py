@@ -121,6 +121,13 @@ LONGEST = [
     "property/test_fenced_images.py",
     "property/test_plan_layouts.py",
     "multiprocess/test_ranks_fenced.py",
+    # `make test-stores`
+    "stores/test_tiers_on_ceph.py",
+    "stores/test_ceph.py",
+    "stores/test_hdfs.py",
+    "stores/test_training_on_s3.py",
+    "stores/test_moto.py",
+    "stores/test_google.py",
 ]
 """Files of more than some ten seconds, the longest first. They begin first: a worker that began one of them last would
 keep the others waiting."""

@@ -99,7 +99,7 @@ class BehindProxy(OnServer):
         """In front of the server for all that is opened from now on. A client gives up a silent connection soon."""
         from tenuto.store.objects import store as objects
 
-        monkeypatch.setitem(objects._ONE, "read_timeout", timedelta(seconds=3))
+        monkeypatch.setitem(objects._ONE, "read_timeout", timedelta(seconds=1))
         with FaultProxy(server.endpoint, seed=7) as proxy:
             for name, value in server.environment(proxy.url).items():
                 monkeypatch.setenv(name, value)

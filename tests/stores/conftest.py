@@ -15,7 +15,7 @@ import pytest
 from stores.ceph_gateway import CephGateway
 from stores.hdfs_server import HdfsServer
 from stores.server_process import ServerProcess
-from stores.small_servers import AzuriteServer, MotoServer, RcloneServer
+from stores.small_servers import AzuriteServer, GoogleMotoServer, MotoServer, RcloneServer
 
 _HOMES = "tenuto-servers-"
 
@@ -83,6 +83,11 @@ def _running(server: _OneProcess) -> Iterator[_OneProcess]:
 @pytest.fixture(scope="session")
 def moto(servers_home: Path) -> Iterator[_OneProcess]:
     yield from _running(MotoServer(_home(servers_home, "moto")))
+
+
+@pytest.fixture(scope="session")
+def google(servers_home: Path) -> Iterator[_OneProcess]:
+    yield from _running(GoogleMotoServer(_home(servers_home, "google")))
 
 
 @pytest.fixture(scope="session")

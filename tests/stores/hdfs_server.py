@@ -76,7 +76,9 @@ class HdfsServer:
         (self.config / name).write_text(f"<configuration>{listed}</configuration>")
 
     def _server(self, program: str, name: str, ready: Any) -> ServerProcess:
-        return ServerProcess([*self._java, f"{_SERVER}.{program}"], self.home / f"{name}.out", ready)
+        # A test that restarts one has the user of its client in its environment: it would become the superuser.
+        superuser = {"HADOOP_USER_NAME": getpass.getuser()}
+        return ServerProcess([*self._java, f"{_SERVER}.{program}"], self.home / f"{name}.out", ready, superuser)
 
     def start(self) -> None:
         run([*self._java, f"{_SERVER}.namenode.NameNode", "-format", "-force", "-nonInteractive"])

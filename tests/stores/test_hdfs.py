@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from stores.hdfs_server import HdfsServer
 from stores.server_process import free_port
 from tenuto.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
 from tenuto.maintenance.verify import assert_whole
+from tenuto.store import hdfs
 from tenuto.store.contract import Bytes, Store
 from tenuto.store.registry import open_store
 from tenuto.store.wrappers.retry import Patience, RetryingStore
@@ -85,7 +86,8 @@ class TestKilled(OnServer):
     server_name = "hdfs"
 
     @pytest.mark.parametrize("length", [2000, 20 << 20])
-    def test_a_datanode_killed_in_the_middle_of_puts(self, server: HdfsServer, place: str, length: int) -> None:
+    @pytest.mark.parametrize("node", ["namenode", "datanode"])
+    def test_a_node_killed_in_the_middle_of_puts(self, server: HdfsServer, place: str, node: str, length: int) -> None:
         """What was acknowledged is there; what was not is whole or absent."""
         store = impatient(place)
         data = np.random.default_rng(2).bytes(length)
@@ -109,7 +111,7 @@ class TestKilled(OnServer):
         thread = threading.Thread(target=put_many)
         thread.start()
         assert begun.wait(120)
-        server.datanode.kill()
+        getattr(server, node).kill()
         killed.set()
         thread.join(120)
         server.restart()
@@ -121,10 +123,11 @@ class TestKilled(OnServer):
         open_store(place).put_if_absent("packs/later", Bytes(data), token="t0")
         assert {entry.length for entry in store.walk("")} == {length}
 
-    def test_training_and_datanode_killed_and_resumed(self, server: HdfsServer, place: str) -> None:
+    @pytest.mark.parametrize("node", ["namenode", "datanode"])
+    def test_a_training_and_a_node_killed_and_resumed(self, server: HdfsServer, place: str, node: str) -> None:
         job = self.start(place, 1000)
         committed = self.committed(job, 3)
-        server.datanode.kill()
+        getattr(server, node).kill()
         job.kill()
         committed += self.committed(job, 1000)
         job.wait(60)
@@ -158,3 +161,62 @@ class TestKilled(OnServer):
             found: Any = tenuto.load(place, step=step).state["w"]
             assert np.array_equal(found, training.state_at(step))
         assert_whole(repository.repo)
+
+
+class TestHanging(OnServer):
+    """A NameNode that accepts connections and never answers."""
+
+    server_name = "hdfs"
+
+    @pytest.fixture
+    def hung(self, server: HdfsServer, place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+        """A store with one object, opened before its NameNode is stopped."""
+        monkeypatch.setattr(hdfs, "ANSWER_S", 3.0)
+        store = impatient(place)
+        store.put_if_absent("there", Bytes(b"1"), token="t0")
+        monkeypatch.setattr(hdfs, "_DATA_S", 3.0)
+        server.namenode.pause()
+        yield store
+        server.namenode.resume()
+
+    def test_each_call_ends_with_one_error_and_passes_later(self, server: HdfsServer, hung: Store) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: hung.put_if_absent("late", Bytes(b"late"), token="t0"),
+            lambda: hung.get("there", limit=9),
+            lambda: hung.stat("there"),
+            lambda: list(hung.walk("")),
+            lambda: hung.children(""),
+            lambda: hung.delete(["there"]),
+        ]
+        for call in calls:
+            with pytest.raises(StoreUnavailable, match="has not answered") as caught:
+                call()
+            assert caught.value.hint and "dfsadmin -report" in caught.value.hint and hung.url in str(caught.value)
+        server.namenode.resume()
+        hung.put_if_absent("new", Bytes(b"2"), token="t0")
+        assert hung.get("new", limit=9) == b"2"
+        hung.delete(["there"])  # what was asked for meanwhile may have been done since, or not
+        assert {entry.name for entry in hung.walk("")} == {"new"}
+
+    def test_a_put_that_is_cut_off_leaves_nothing_under_its_name(self, server: HdfsServer, place: str) -> None:
+        """The NameNode stops between the first piece and the last."""
+
+        class Stopping:
+            length = 9 << 20
+
+            def pieces(self) -> Iterator[memoryview]:
+                yield memoryview(bytes(8 << 20))
+                server.namenode.pause()
+                yield memoryview(bytes(1 << 20))
+
+        store = impatient(place)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(hdfs, "_DATA_S", 3.0)
+                with pytest.raises(StoreUnavailable, match="has not answered"):
+                    store.put_if_absent("packs/1", Stopping(), token="t0")
+        finally:
+            server.namenode.resume()
+        assert server.get(place, "packs/1") is None
+        store.put_if_absent("packs/1", Bytes(b"1"), token="t0")
+        assert [entry.name for entry in store.walk("")] == ["packs/1"]

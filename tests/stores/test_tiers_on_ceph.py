@@ -145,7 +145,8 @@ class TestRanks(OnServer):
             ranks[0].until("^bucket has ")
             reached = int(ranks[0].until("^step ").split()[1])
         with self.lives(tmp_path, place, 1000, of) as ranks:
-            resumed = re.search(r"at step (\d+) from memory", ranks[0].until("resumed run main"))
+            # From the disks, where a rank was killed before it had the step in memory that is committed there.
+            resumed = re.search(rf"at step (\d+) from (memory|{tmp_path}/)", ranks[0].until("resumed run main"))
             assert resumed is not None, ranks[0].lines
             assert int(resumed[1]) >= reached - 1
             in_bucket = int(ranks[0].until("^bucket has ").split()[2])

@@ -64,12 +64,36 @@ def app(environ, start_response):  # moto looks and then puts; a service does bo
     with lock:
         return list(moto(environ | {"wsgi.input": body}, start_response))
 
+def google(environ, start_response):
+    if environ.get("HTTP_AUTHORIZATION", "").startswith("AWS4"):
+        return app(environ, start_response)
+    credential = "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+    environ["HTTP_AUTHORIZATION"] = credential
+    for key in [key for key in environ if key.startswith("HTTP_X_GOOG_META_")]:
+        environ[key.replace("GOOG", "AMZ")] = environ[key]
+    if environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH") == "0":
+        environ["HTTP_IF_NONE_MATCH"] = "*"
+    if environ["REQUEST_METHOD"] == "DELETE" and "uploadId" not in environ["QUERY_STRING"]:
+        asked, absent = io.BytesIO(), []
+        look = environ | {"REQUEST_METHOD": "HEAD", "wsgi.input": asked}
+        list(app(look, lambda status, headers: absent.append(status.startswith("404"))))
+        if absent[0]:  # Google minds, S3 does not
+            start_response("404 Not Found", [("Content-Length", "0")])
+            return [b""]
+    return app(
+        environ,
+        lambda status, headers, *more: start_response(
+            status, [(name.replace("x-amz-meta-", "x-goog-meta-"), value) for name, value in headers], *more
+        ),
+    )
+
 werkzeug.serving.WSGIRequestHandler.protocol_version = "HTTP/1.1"
-server = werkzeug.serving.make_server("127.0.0.1", int(sys.argv[1]), app, threaded=True)
+server = werkzeug.serving.make_server("127.0.0.1", int(sys.argv[1]), google if sys.argv[2:] else app, threaded=True)
 print(server.port, flush=True)
 server.serve_forever()
 """
-"""A program that serves on the port of its first argument (0: one that it chooses and prints)."""
+"""A program that serves on the port of its first argument (0: one that it chooses and prints); with a second one to
+Google's client."""
 
 
 @pytest.fixture(scope="session")

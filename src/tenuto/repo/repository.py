@@ -106,6 +106,25 @@ class CommitObserver(Protocol):
     def noted(self, id: CheckpointId) -> None: ...
 
 
+_deciding: Final[set[str]] = set()
+"""The URLs of stores that this process has seen refuse a second put."""
+
+
+def check_decides(store: Store) -> None:
+    """Raises RepositoryError where a second writer could replace an object: claims and commits would decide nothing."""
+    if store.url in _deciding:
+        return
+    if not store.probe().commits:
+        raise RepositoryError(
+            f"{store.url} can hold copies of checkpoints, but cannot decide which exist: it lets a second writer "
+            "replace an object that is there",
+            subject=store.url,
+            hint="keep the repository in an object store that refuses that (If-None-Match), or on a file system "
+            f"with hard links, and copies here: tenuto.Mirror(THAT_PLACE, {store.url!r})",
+        )
+    _deciding.add(store.url)
+
+
 class Repo:
     """What is in `store`. `id`: 32 hexadecimal digits, drawn at creation; `chunk_bytes`: the size of a leaf's
     chunks."""
@@ -195,14 +214,7 @@ class Repo:
         another tier still has that."""
         if not 1 <= chunk_bytes <= objects.MAX_CHUNK:
             raise UsageError(f"a chunk cannot have {chunk_bytes} bytes")
-        if not store.probe().commits:
-            raise RepositoryError(
-                f"{store.url} can hold copies of checkpoints, but cannot decide which exist: it lets a second writer "
-                "replace an object that is there",
-                subject=store.url,
-                hint="keep the repository in an object store that refuses that (If-None-Match), or on a file system "
-                f"with hard links, and copies here: tenuto.Mirror(THAT_PLACE, {store.url!r})",
-            )
+        check_decides(store)
         if kept is not None:
             made, data = decode(object_names.REPOSITORY, kept), kept
         else:

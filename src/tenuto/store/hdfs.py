@@ -4,6 +4,9 @@ An object is written under a temporary name, flushed to the disks of its DataNod
 NameNode decides who gets a name. Each file up to 1 GiB is one block, because a flush reaches no block but the last.
 
 Nothing here retries. Of the client's own attempts only those remain that find the active one of several NameNodes.
+
+The client waits without limit for a NameNode that accepts connections and never answers. So each of its calls has a
+deadline, after which its thread stays behind and the next call gets a new connection.
 """
 
 from __future__ import annotations
@@ -12,15 +15,18 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, ParamSpec, TypeVar
 
 import numpy as np
 from hdfs_native import Client, FileReader, WriteOptions
 
+from tenuto.concurrency.deadlines import within
 from tenuto.errors import (
     AlreadyExists,
+    DeadlineExceeded,
     ForkedProcess,
     ObjectNotFound,
     StoreDenied,
@@ -50,7 +56,17 @@ _BLOCK: Final = 128 << 20
 _LONGEST_BLOCK: Final = 1 << 30
 _ANY_LENGTH: Final = 1 << 20
 """Below so many bytes a put does not first ask whether the name is taken."""
+ANSWER_S: Final = 15.0
+"""The longest that a NameNode may take for an answer: half of what the wrapper takes for its retries, so that there is
+a second try."""
+_FAILOVER_S: Final = 45.0
+"""The same where the active one of several has to be found: a lost machine takes the client 15 s."""
+_DATA_S: Final = 120.0
+"""The longest for what waits for the disks of DataNodes too."""
 _NODES: Final = re.compile(r"([\w.-]+(:\d{1,5})?)?", re.ASCII)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _used_by: int | None = None
 """The process in which the client's threads run, once there are any: a forked child has none, and would wait for
@@ -92,6 +108,7 @@ class HdfsStore(TreeStore):
         self._root: Final = f"/{path}"
         self._commits = True
         self._found: Client | None = None
+        self._answer_s: Final = ANSWER_S if ":" in nodes else _FAILOVER_S
         self._lock: Final = threading.Lock()
         # A NameNode of its own address is tried once; of several the active one has to be found.
         self._config: Final = {
@@ -134,6 +151,22 @@ class HdfsStore(TreeStore):
                     self._found = Client(self._nodes_url, self._config)
             return self._found
 
+    def _ask(
+        self, doing: str, name: str, seconds: float, call: Callable[P, R], *args: P.args, **options: P.kwargs
+    ) -> R:
+        """Returns what a call of the client does. Raises what its error means; _NoAnswer after `seconds`."""
+        try:
+            with self._translated(doing, name):
+                return within(seconds, f"{doing} {name}", partial(call, *args, **options), subject=self.url)
+        except DeadlineExceeded:
+            with self._lock:
+                self._found = None  # its connection may be one to a machine that is gone
+            raise _NoAnswer(
+                f"{doing} {name} at {self.url}: the NameNode or a DataNode has not answered for {seconds:g} s",
+                subject=name or self.url,
+                hint="`hdfs dfsadmin -report` shows whether the NameNode answers, and which DataNodes are alive",
+            ) from None
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
@@ -147,9 +180,10 @@ class HdfsStore(TreeStore):
         # Random too: a second try may begin while the first still has the file open for writing.
         temporary = f"{name}{TEMPORARY}{token}-{secrets.token_hex(4)}"
         try:
-            with self._translated("putting", name):
-                self._write(temporary, name, content)
-                self._client().rename(self._path(temporary), self._path(name))
+            self._write(temporary, name, content)
+            self._ask("putting", name, self._answer_s, self._client().rename, self._path(temporary), self._path(name))
+        except _NoAnswer:
+            raise  # to remove the temporary would wait as long again: gc does
         except BaseException:
             with suppress(StoreError):  # the put's own error counts; what stays behind is a leftover, for gc
                 self.delete([temporary])
@@ -158,11 +192,15 @@ class HdfsStore(TreeStore):
 
     def _write(self, temporary: str, name: str, content: Content) -> None:
         block = max(_BLOCK, min(-(-content.length // _MIB) * _MIB, _LONGEST_BLOCK))
-        writer = self._client().create(self._path(temporary), WriteOptions(block_size=block, create_parent=True))
+        options = WriteOptions(block_size=block, create_parent=True)
+        # Not the client's file object, which calls `close` wherever it is let go: that is a call without a deadline.
+        create = self._client().inner.create
+        writer = self._ask("putting", name, self._answer_s, create, self._path(temporary), options)
         for piece in strides(name, content):
-            writer.write(piece)
-        writer.hsync()
-        writer.close()
+            # A copy: a write that nobody waits for any more would read memory that has been given back.
+            self._ask("putting", name, _DATA_S, writer.write, bytes(piece))
+        self._ask("putting", name, _DATA_S, writer.hsync)
+        self._ask("putting", name, _DATA_S, writer.close)
 
     def _is_taken(self, name: str) -> bool:
         try:
@@ -177,12 +215,12 @@ class HdfsStore(TreeStore):
     # -- reading and listing -----------------------------------------------------------------------------------------
 
     def open(self, name: str) -> HdfsReader:
-        with self._translated("reading", check_name(name)):
-            return HdfsReader(self, name, self._client().read(self._path(name)))
+        path = self._path(check_name(name))
+        return HdfsReader(self, name, self._ask("reading", name, self._answer_s, self._client().read, path))
 
     def stat(self, name: str) -> Stat:
-        with self._translated("looking at", check_name(name)):
-            found = self._client().get_file_info(self._path(name))
+        path = self._path(check_name(name))
+        found = self._ask("looking at", name, self._answer_s, self._client().get_file_info, path)
         if found.isdir:
             raise self._absent(name)
         return Stat(found.length, found.modification_time * 1_000_000)
@@ -190,8 +228,9 @@ class HdfsStore(TreeStore):
     def fetch(self, name: str, reader: FileReader, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` from an open file."""
         try:
-            with self._translated("reading", name):
-                data = reader.read_range(offset, len(buffer))
+            data = self._ask("reading", name, _DATA_S, reader.read_range, offset, len(buffer))
+        except _NoAnswer:
+            raise
         except StoreUnavailable:
             self.stat(name)  # raises ObjectNotFound: the blocks of a file that was removed go soon after it
             raise
@@ -200,13 +239,12 @@ class HdfsStore(TreeStore):
 
     def list_directory(self, directory: str) -> Iterable[Node]:
         path = self._path(directory)
-        with self._translated("listing", directory):
-            for found in self._client().list_status(path):
-                if found.path == path:  # a file: it lists itself
-                    return
-                yield Node(
-                    found.path.rpartition("/")[2], found.isdir, found.length, found.modification_time * 1_000_000
-                )
+        listed = iter(self._ask("listing", directory, self._answer_s, self._client().list_status, path))
+        # The client asks for the next thousand where those before are used up.
+        while (found := self._ask("listing", directory, self._answer_s, next, listed, None)) is not None:
+            if found.path == path:  # a file: it lists itself
+                return
+            yield Node(found.path.rpartition("/")[2], found.isdir, found.length, found.modification_time * 1_000_000)
 
     # -- removing ----------------------------------------------------------------------------------------------------
 
@@ -223,8 +261,7 @@ class HdfsStore(TreeStore):
     def _remove(self, name: str) -> bool:
         """Removes a file or an empty directory. Returns whether it was there."""
         try:
-            with self._translated("removing", name):
-                return self._client().delete(self._path(name), False)
+            return self._ask("removing", name, self._answer_s, self._client().delete, self._path(name), False)
         except (_NotEmpty, ObjectNotFound):
             return False
 
@@ -327,6 +364,10 @@ class HdfsReader(BaseReader):
 
 class _NotEmpty(StoreError):
     """A directory that was to be removed has something in it."""
+
+
+class _NoAnswer(StoreUnavailable):
+    """A call that may still be carried out."""
 
 
 _JAVA: Final = re.compile(r'RPCError\("(?:[\w$]+\.)*([\w$]+)", "(.*)', re.DOTALL)

@@ -27,8 +27,10 @@ PUT_OFF: Final = 256
 follows each commit of a run that keeps fewer than this, every second commit where twice as many are kept, and so on."""
 
 TOGETHER: Final = 8
-"""On a remote store a round waits until one checkpoint goes for so many that stay: it takes as many requests for one as
-for a few."""
+"""On a remote store a round waits until one checkpoint goes for so many that stay, or a few: it takes as many requests
+for one as for a few."""
+A_FEW: Final = 3
+"""Less than that, and less than half of those that stay, do not go by themselves."""
 
 TRASH_EVERY_S: Final = 3600.0
 """A round looks into the trash, to free what retention put there a day ago, once in so many seconds, and so does the
@@ -122,7 +124,8 @@ class RetentionWorker:
             if plan.warnings and not self._warned_of_budget:
                 self._warned_of_budget = True
                 self._warn(f"retention of run {attempt.run!r}: {'; '.join(plan.warnings)}")
-            if not everything and remote and 0 < going < (len(plan.verdicts) - going) // TOGETHER:
+            stay = len(plan.verdicts) - going
+            if not everything and remote and 0 < going < max(stay // TOGETHER, min(A_FEW, (stay + 1) // 2)):
                 with self._state:
                     self._put_off = self._put_off or (attempt, 0)
                 break

@@ -13,6 +13,7 @@ import pytest
 import tenuto
 from tenuto import every, keep
 from tenuto.cli.views.run_listing import listing
+from tenuto.errors import RepositoryError
 from tenuto.model.ids import CheckpointId, step_key
 from tenuto.repo.format.manifest import MAX_ABORTED
 from tenuto.repo.format.small_records import decode_lease, encode_lease
@@ -48,6 +49,30 @@ def asked(bucket: Bucket) -> list[str]:
     return [f"{one.verb} {one.name}" for one in bucket.requests if "/lease/" not in one.name]
 
 
+def test_a_repository_that_was_copied_to_where_a_second_put_replaces_is_not_trained_in(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(bucket, 2, save=every(steps=1), keep=keep.all())
+    copied = Bucket(objects=dict(bucket.objects))
+    before = dict(copied.objects)
+    put = SimulatedObjectStore.put_if_absent
+
+    def replacing(store: SimulatedObjectStore, name: str, content: Any, *, token: str) -> Any:
+        copied.objects.pop(name, None)
+        return put(store, name, content, token=token)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedObjectStore, "put_if_absent", replacing)
+        with pytest.raises(RepositoryError, match="second writer") as caught:
+            train(copied, 4, save=every(steps=1), keep=keep.all())
+    assert caught.value.hint and copied.objects == before
+    assert np.array_equal(tenuto.load(place(copied)).state["w"], np.arange(1000.0))  # what it holds can be read
+    train(copied, 4, save=every(steps=1), keep=keep.all())  # the same in a place that refuses
+    probed = [one for one in asked(copied) if "tenuto-probe" in one and one.startswith("put")]
+    train(copied, 5, save=every(steps=1), keep=keep.all())
+    assert [one for one in asked(copied) if "tenuto-probe" in one and one.startswith("put")] == probed  # once a process
+
+
 def steps_of(bucket: Bucket) -> list[int]:
     return [
         int(name[len(ATTEMPT) + 6 :].partition("/")[0]) for name in bucket.objects if name.endswith("/manifest.json")
@@ -62,11 +87,31 @@ def beside_data(bucket: Bucket, after: int) -> float:
     return len(window) / (len(saves) - after)
 
 
-def test_a_steady_save_makes_at_most_eight_requests_beside_its_data_parts(bucket: Bucket) -> None:
-    train(bucket, 64, save=every(steps=1), keep=keep.latest(30))
-    assert beside_data(bucket, 34) <= 8
+@pytest.mark.parametrize("kept", [5, 30])
+def test_a_steady_save_makes_at_most_eight_requests_beside_its_data_parts(bucket: Bucket, kept: int) -> None:
+    train(bucket, kept + 34, save=every(steps=1), keep=keep.latest(kept))
+    assert beside_data(bucket, kept + 4) <= 8
     # What waits for more to go is gone at the end.
-    assert sorted(steps_of(bucket)) == list(range(35, 65))
+    assert sorted(steps_of(bucket)) == list(range(35, kept + 35))
+
+
+def test_few_wait_with_those_that_stay(bucket: Bucket) -> None:
+    """No more than two beside five, and none beside two: a checkpoint may be large."""
+    most = {}
+    for kept in (1, 2, 5):
+        counts: list[int] = []
+        state = {"w": np.arange(1000.0)}
+        options: dict[str, Any] = {"save": every(steps=1), "keep": keep.latest(kept), "run": f"keeps-{kept}"}
+        with tenuto.Checkpointer(place(bucket), state, data=None, **options) as ckpt:
+            for _ in ckpt.steps(20):
+                for save in ckpt._training.saving.saver.in_flight:
+                    assert save.join(60)
+                assert ckpt._training.saving.retention._rounds.join(60)
+                counts.append(
+                    sum(f"keeps-{kept}/" in name and name.endswith("/manifest.json") for name in bucket.objects)
+                )
+        most[kept] = max(counts)
+    assert most == {1: 1, 2: 2, 5: 7}
 
 
 def test_a_save_asks_who_owns_the_run_once_and_after_it_has_begun(bucket: Bucket) -> None:

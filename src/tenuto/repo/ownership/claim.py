@@ -26,9 +26,10 @@ from tenuto.repo.ownership.owner_watch import (
     release_ownership,
     take_ownership,
 )
-from tenuto.repo.repository import Repo, now_text
+from tenuto.repo.repository import Repo, check_decides, now_text
 from tenuto.repo.tombstones import dead_tombstones, is_tombstoned, take_back
 from tenuto.repo.unfinished import close_save, close_unfinished
+from tenuto.store.probes import kept
 
 _POLL_S: Final = 0.25
 DYING_S: Final = 60.0
@@ -188,6 +189,9 @@ def claim(
     for two seconds. `by`, `reason`: what the record says of a claim that is not a training's.
     """
     run = run_key(check_run(run))
+    found = repo.store.capabilities
+    if (found.remote or not found.commits) and not (kept(repo.store.url) or {}).get("atomic"):
+        check_decides(repo.store)  # other tools may have copied the repository to where none would have been made
     watch = observe or OwnerWatch(repo, run)
     warn: Report = report or (lambda message: None)
     claiming = ClaimUnderWay()

@@ -5,6 +5,7 @@ A URL holds none of these: it stands in logs, manifests and errors.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -206,7 +207,15 @@ def _gcs(bucket: str, prefix: str) -> MakeClient:
     plain = _may_be_plain(emulator or os.environ.get("GOOGLE_BASE_URL"))
 
     def make(options: ClientConfig, retries: RetryConfig) -> GCSStore:
-        config: dict[str, Any] = {"base_url": emulator, "skip_signature": True} if emulator else {}
+        # Unsigned requests alone would do for reading: the client asks for a token before it puts.
+        nobody = {
+            "gcs_base_url": emulator,
+            "disable_oauth": True,
+            "client_email": "",
+            "private_key": "",
+            "private_key_id": "",
+        }
+        config: dict[str, Any] = {"service_account_key": json.dumps(nobody)} if emulator else {}
         return GCSStore(
             bucket,
             prefix=prefix or None,
