@@ -34,7 +34,7 @@ def chaos(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Rehearse: kill and stop a training, and see what it costs.
+    """Kill and stop a training, and see what it costs.
 
     As `tenuto run`, with faults put into the processes that train. Use a copy of your run, or a run of its own: the
     command trains and saves as it always does.
