@@ -39,7 +39,7 @@ def chaos(
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Rehearse: put faults into a training, and see what they cost.
+    """Put faults into a training, and see what they cost.
 
     As `tenuto run`, with faults in the processes that train: kill, abort, stop (a signal), hang (a step that never
     ends), oom (an allocation that does not fit), nan (in the state), full-disk, slow-store (what is put there fails or
