@@ -36,7 +36,7 @@ from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
 from tenuto.repo.keys import unlock
 from tenuto.repo.ownership.claim import Attempt
-from tenuto.repo.replicated.places import report_to
+from tenuto.repo.replicated.places import all_places, followers_of, report_to
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
