@@ -53,7 +53,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "formats": ("import", "migrate", "export"),
     "memory": ("flush", "memory"),
     "seal": ("key", "sign"),
-    "run": ("run", "chaos", "simulate"),
+    "run": ("run", "chaos", "simulate", "risk"),
     "try": ("bench", "probe", "demo"),
 }
 """The commands, as `tenuto --help` groups them."""
