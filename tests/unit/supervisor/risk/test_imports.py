@@ -97,6 +97,6 @@ def test_a_recording_that_was_cut_off_is_read_and_one_that_is_wrong_is_named_wit
         file.write('{"at": 3.0, "sou')
     assert read_recording(path) == samples
     with open(path, "a") as file:
-        file.write("\n")
-    with pytest.raises(UsageError, match=r"telemetry\.jsonl, line 3"):
+        file.write("\nnone\n")
+    with pytest.raises(UsageError, match=r"telemetry\.jsonl, line 4"):
         read_recording(path)
