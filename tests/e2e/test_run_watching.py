@@ -241,6 +241,11 @@ with tenuto.Checkpointer("ckpts", {"w": np.zeros(100)}, save=every(steps=50)) as
     assert json.loads(done.stdout)["sampling_cpu_s"] >= 0
 
 
+def test_a_training_that_is_no_rehearsal_has_no_faults_to_put_into_itself(tmp_path: Path) -> None:
+    done = finished(tmp_path, "import os; print('TENUTO_CHAOS' in os.environ)", variables={"TENUTO_CHAOS": "1"})
+    assert done.returncode == 0 and done.stdout == "False\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -140,7 +140,7 @@ class Heartbeat:
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
         self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(self._sequence)
-        if self._faults is not None and step > (self._began or 0):
+        if self._faults is not None and phase == TRAINING and step > (self._began or 0):
             self._faults.stepped(step)
 
     def saved(self, duration_s: float, nbytes: int) -> None:
