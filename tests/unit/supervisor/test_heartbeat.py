@@ -180,3 +180,11 @@ def test_a_fault_asked_for_strikes_no_training_that_has_come_to_its_end(tmp_path
     beats.beat(2, ENDED)
     with pytest.raises(MemoryError):
         beats.beat(3)
+
+
+def test_a_place_whose_name_is_no_text_is_named_as_it_is(tmp_path: Path) -> None:
+    where = os.fsdecode(os.fsencode(tmp_path) + b"/ck\xff")
+    beats = Heartbeat(tmp_path, 0, where=where, run="main")
+    assert read_run(tmp_path) == (where, "main") and read_places(tmp_path) == [where]
+    request_save(tmp_path, f"disk-filling: {where} has 1 GiB free")
+    assert beats.save_request() == f"disk-filling: {where} has 1 GiB free"
