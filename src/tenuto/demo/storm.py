@@ -113,13 +113,14 @@ class Stormed:
 
 @dataclass
 class Storm:
-    """Runs a storm in an empty directory."""
+    """Runs a storm in an empty directory. `memory`: of `own_shared_memory`; what lies there is lost with a node."""
 
     place: Path
     steps: int
     save_every: int
     on_progress: ReportProgress
     legs: Legs = LEGS
+    memory: Path | None = None
     _blows: list[Blow] = field(default_factory=list)
     _down: tuple[Blow, float] | None = None
     """What has struck from outside, and when, until training is as far again."""
@@ -172,7 +173,7 @@ class Storm:
         supervisor.send_signal(signal.SIGKILL if end == "kill supervisor" else signal.SIGTERM)
         supervisor.wait(LONGEST_S)
         if end == "flipped byte":
-            for image in Path(slots.SHARED_MEMORY).iterdir():
+            for image in self.memory.iterdir() if self.memory is not None else ():
                 shutil.rmtree(image, ignore_errors=True)
             self._flip()
         (self.place / f"{RUN}.counter").unlink()  # the next process counts in one of its own

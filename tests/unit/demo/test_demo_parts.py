@@ -233,3 +233,17 @@ def test_a_storm_that_is_asked_to_leave_leaves_no_training_behind(
         demo._storm(100, 10, tmp_path / "kept", json=False)
     assert left.value.code == 143 and signal.getsignal(signal.SIGTERM) == handler
     assert [one.poll() for one in started] == [-signal.SIGTERM]
+
+
+def test_a_storm_removes_no_shared_memory_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others, own = tmp_path / "others", tmp_path / "own"
+    for directory in (others, own):
+        (directory / "image").mkdir(parents=True)
+    monkeypatch.setattr(storm.slots, "SHARED_MEMORY", str(others))
+    monkeypatch.setattr(storm.Storm, "_flip", lambda self: None)
+    for memory in (None, own):
+        one = storm.Storm(tmp_path, 100, 10, lambda *progress: None, memory=memory)
+        (tmp_path / "storm.counter").touch()
+        one._strike(one._start([sys.executable, "-c", "import time; time.sleep(1000)"]), "flipped byte", 5)
+        assert (others / "image").exists()
+    assert not (own / "image").exists()

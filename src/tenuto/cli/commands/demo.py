@@ -82,8 +82,9 @@ def _storm(steps: int, save_every: int, keep: Path | None, *, json: bool) -> Non
     from tenuto.demo.runner import own_shared_memory
     from tenuto.demo.storm import LEGS, SHORT, Storm
 
-    with _sigterm_raises(), _place(keep) as place, own_shared_memory(), _progress() as show:
-        stormed = Storm(place, steps, save_every, show, LEGS if steps >= LONG_STEPS else SHORT).run()
+    legs = LEGS if steps >= LONG_STEPS else SHORT
+    with _sigterm_raises(), _place(keep) as place, own_shared_memory() as memory, _progress() as show:
+        stormed = Storm(place, steps, save_every, show, legs, memory).run()
     if json:
         output.document("demo.storm", {**stormed.document(), "kept": str(keep) if keep else None})
     else:
