@@ -143,14 +143,17 @@ class Watching:
     """When each finding was found and acted upon last."""
     _has_ended: bool = False
     """Whether a start has ended, and the next one was not looked at yet."""
+    _leaving: bool = False
     _settled_s: float = 0.0
     """From when on a finding may end this start."""
 
-    def observe(self, directory: Path, beats: Sequence[Beat], now_s: float) -> Demand | None:
+    def observe(self, directory: Path, beats: Sequence[Beat], now_s: float, *, leaving: bool = False) -> Demand | None:
         """Takes what is new, and acts upon it. Returns what is left to the supervisor.
 
-        directory: of the heartbeats. beats: of the processes that live. now_s: by the monotonic clock.
+        directory: of the heartbeats. beats: of the processes that live. now_s: by the monotonic clock. leaving: whether
+        the training was asked to leave already: no finding asks more of it.
         """
+        self._leaving = leaving
         if self._has_ended:
             self._has_ended, self._settled_s = False, now_s + SETTLE_S
         samples = [] if self.sampling is None else self.sampling.take()
@@ -193,7 +196,7 @@ class Watching:
         self._episodes[key] = now_s, now_s if due else acted_s
         if not due:
             return None
-        if action == "restart" and now_s < self._settled_s:
+        if (self._leaving and action != "note") or (action == "restart" and now_s < self._settled_s):
             action = "warn"
         self.journal.write(
             "finding", finding=finding.name, subject=finding.subject, evidence=finding.evidence, action=action,

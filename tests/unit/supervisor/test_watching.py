@@ -317,3 +317,13 @@ def test_what_is_read_right_after_a_restart_does_not_end_the_next_start(tmp_path
     told.now_s += SETTLE_S
     demand = told.observe(tmp_path)
     assert demand is not None and demand.action == "restart"
+
+
+def test_of_one_that_was_asked_to_leave_nothing_more_is_asked_and_no_more_is_said(tmp_path: Path) -> None:
+    told = Told(
+        Finding("gpu-lost", "GPU 1 is lost"), Finding("preemption", "soon", "aws", 60.0), Finding("memory", "-")
+    )
+    beat = Beat(pid=1, rank=0, step=1, phase=TRAINING, at_s=1000.0)
+    assert told.watching.observe(tmp_path, [beat], 1000.0, leaving=True) is None
+    assert told.lines == ["gpu-lost: GPU 1 is lost", "preemption: soon", "memory: -"]
+    assert [one["action"] for one in told.events] == ["warn"] * 3 and not (tmp_path / REQUEST_FILE).exists()
