@@ -122,8 +122,9 @@ print(ranks)
 
 
 RANKS = """
-import os, signal, time, numpy as np, tenuto, torch, torch.distributed as dist
+import os, pathlib, signal, sys, time, numpy as np, tenuto, torch, torch.distributed as dist
 from tenuto import every, on
+from tenuto.telemetry.heartbeat import VARIABLE, read_beats
 dist.init_process_group("gloo")
 rank, start, total = dist.get_rank(), os.environ["TENUTO_RESTART"], torch.zeros(1000)
 with tenuto.Checkpointer("ckpts", {"total": total}, save=every(steps=1000), memory=every(steps=1)) as ckpt:
@@ -134,6 +135,9 @@ with tenuto.Checkpointer("ckpts", {"total": total}, save=every(steps=1000), memo
         if rank == 1 and (start, step) == ("0", 7):
             while ckpt.stats.kept_in_memory < 6:
                 time.sleep(0.01)
+            beats = read_beats(pathlib.Path(os.environ[VARIABLE]))
+            print("parts sealed", *(beat.sealed for beat in beats if beat.rank == rank))
+            sys.stdout.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and (start, step) == ("1", 12):
             time.sleep(1000)
@@ -147,6 +151,7 @@ def test_of_a_job_under_torchrun_one_rank_is_killed_and_one_hangs(tmp_path: Path
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = finished(tmp_path, RANKS, "--hang", "6s", launcher=launcher)
     assert done.returncode == 0, done.stderr
+    assert "parts sealed 2" in done.stdout
     assert done.stdout.splitlines()[-1] == f"2 20 {3.0 * sum(range(20))}"
     assert done.stderr.count("tenuto: resumed run main at step") == 2 and "from memory" in done.stderr
     assert "no step after step 12 for" in done.stderr

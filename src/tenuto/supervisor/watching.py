@@ -71,7 +71,8 @@ class Paces:
 
     def __init__(self) -> None:
         self.sealed = False
-        """Whether all ranks have a state in memory that outlives them."""
+        """Whether all ranks of the job run here, and have a state in memory that outlives them: one whose parts lie on
+        several nodes cannot be written from memory."""
         self.to_save_s = 0.0
         """About how long it takes from now until a step is done and saved; 0 before both are known."""
         self._before: Mapping[int, Beat] = {}
@@ -93,7 +94,7 @@ class Paces:
         values |= {f"{rank}.step_s": pace for rank, pace in paces.items()}
         if paces:
             values["step_s"] = max(paces.values())
-        self.sealed = all(beat.sealed for beat in beats.values())
+        self.sealed = all(beat.sealed == len(beats) for beat in beats.values())
         if saves:
             self.to_save_s = values.get("step_s", 0.0) + values["save_s"]
         return Sample(time.time(), STEPS, values)

@@ -36,8 +36,8 @@ _PHASES: Final = (STARTING, TRAINING, ENDING, ENDED)
 _MAGIC: Final = b"tenuto beat 2\n\0\0"
 _FIELDS: Final = struct.Struct("<qqqqqqqqqqq")
 """Sequence, process id, rank, step, phase, nanoseconds; of the last save how many there were with it, nanoseconds and
-bytes; whether a state is sealed in memory; the first step; then the sequence once more: a reader that sees two
-different ones has read in the middle of a beat."""
+bytes; of how many ranks a state is sealed in memory; the first step; then the sequence once more: a reader that sees
+two different ones has read in the middle of a beat."""
 _SEQUENCE: Final = struct.Struct("<q")
 _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
 
@@ -45,9 +45,9 @@ _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
 @dataclass(frozen=True, slots=True)
 class Beat:
     """`at_s`: by `time.monotonic` of this machine. `step`: completed steps. `saves`: how many have been committed;
-    `save_s`, `save_bytes`: of the last one, how long it took and what this process wrote. `sealed`: whether a state is
-    sealed in memory, which outlives the process. `began`: the steps that were completed when training began in this
-    process: what it resumed from."""
+    `save_s`, `save_bytes`: of the last one, how long it took and what this process wrote. `sealed`: of how many ranks
+    a state is sealed in memory, which outlives the process; 0 without one. `began`: the steps that were completed when
+    training began in this process: what it resumed from."""
 
     pid: int
     rank: int
@@ -57,7 +57,7 @@ class Beat:
     saves: int = 0
     save_s: float = 0.0
     save_bytes: int = 0
-    sealed: bool = False
+    sealed: int = 0
     began: int = 0
 
 
@@ -75,8 +75,8 @@ class Heartbeat:
         self._began: int | None = None
         self._faults: OwnFaults | None = None
         self._last_save = (0, 0, 0)
-        self.sealed = False
-        """Whether a state is sealed in memory."""
+        self.sealed = 0
+        """Of how many ranks a state is sealed in memory, this one's part here."""
         self._ended_unhealthy = False
         """Whether it has said so: the error that follows from it explains less."""
         self._pid = os.getpid()
@@ -227,4 +227,4 @@ def read_beats(directory: Path) -> Iterator[Beat]:
         sequence, pid, rank, step, phase, at_ns, saves, save_ns, nbytes, sealed, began = fields
         if _SEQUENCE.unpack_from(data, _BYTES - _SEQUENCE.size)[0] == sequence and 0 <= phase < len(_PHASES):
             saved = (saves, save_ns / 1e9, nbytes)
-            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, *saved, bool(sealed), began)
+            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, *saved, sealed, began)

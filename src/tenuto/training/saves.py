@@ -302,7 +302,8 @@ class RunSaver:
     def decide(self, moment: Moment) -> Decision:
         asked, waits = None, not self.saver.free
         if self.heartbeat.on:
-            self.heartbeat.sealed = self.memory is not None and self.memory.newest_s is not None
+            sealed = self.memory is not None and self.memory.newest_s is not None
+            self.heartbeat.sealed = self.group.world_size if sealed else 0
             self.heartbeat.beat(moment.step, ENDING if moment.ending else TRAINING)
             asked = None if waits else self.heartbeat.save_request()  # it stays until a save is not skipped
         self._unlogged.asked(moment, self.first_step, self._judging)

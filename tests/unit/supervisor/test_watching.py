@@ -147,11 +147,12 @@ def test_what_the_supervisor_has_to_do_is_returned_and_to_leave_comes_first(tmp_
 @pytest.mark.parametrize(
     ("beat", "grace_s", "at_once"),
     [
-        ({"saves": 1, "save_s": 40.0, "sealed": True}, 30.0, True),
-        ({"saves": 1, "save_s": 40.0, "sealed": True}, 120.0, False),
-        ({"saves": 1, "save_s": 40.0, "sealed": False}, 30.0, False),
-        ({"saves": 0, "save_s": 0.0, "sealed": True}, 30.0, False),
-        ({"saves": 1, "save_s": 40.0, "sealed": True}, None, False),
+        ({"saves": 1, "save_s": 40.0, "sealed": 1}, 30.0, True),
+        ({"saves": 1, "save_s": 40.0, "sealed": 1}, 120.0, False),
+        ({"saves": 1, "save_s": 40.0, "sealed": 16}, 30.0, False),  # of a job on more nodes than this one
+        ({"saves": 1, "save_s": 40.0, "sealed": 0}, 30.0, False),
+        ({"saves": 0, "save_s": 0.0, "sealed": 1}, 30.0, False),
+        ({"saves": 1, "save_s": 40.0, "sealed": 1}, None, False),
     ],
 )
 def test_where_the_time_does_not_suffice_for_a_save_it_ends_at_once_if_memory_holds_a_state(
@@ -220,7 +221,7 @@ def test_the_paces_of_ranks_come_from_two_beats_of_the_same_process_that_trains(
     first = paces.sample({0: beat(0, 10, 1.0), 1: beat(1, 9, 1.0), 2: beat(2, 9, 1.0, phase=STARTING)}, 2.0)
     assert first is not None and first.values == {"ranks": 3, "step": 9, "saves": 0}
     assert paces.sample({0: beat(0, 12, 4.0)}, 4.0) is None, "not due yet"
-    saved = {"saves": 2, "save_s": 3.0, "save_bytes": 100, "sealed": True}
+    saved = {"saves": 2, "save_s": 3.0, "save_bytes": 100, "sealed": 3}
     beats = {0: beat(0, 14, 6.0, **saved), 1: beat(1, 11, 6.0, **saved), 2: beat(2, 11, 6.0, **saved)}
     second = paces.sample(beats, 7.0)
     assert second is not None and second.values == {
