@@ -236,9 +236,14 @@ with tenuto.Checkpointer("ckpts", {"w": np.zeros(100)}, save=every(steps=50)) as
     assert [one.kind for one in found if one.source == "end"] == ["killed", "finished"]
     assert {"memory", "clock", "disk", STEPS} <= {one.source for one in found}
     paces = [one.values["0.step_s"] for one in found if "0.step_s" in one.values]
-    assert paces and all(0.02 < pace < 1 for pace in paces)
+    assert paces and min(paces) > 0.02
     assert any(name.startswith(str(tmp_path / "ckpts")) for one in found for name in one.values)
-    assert 0 < json.loads(done.stdout)["sampling_cpu_s"] < 5 and findings(tmp_path) == []
+    assert json.loads(done.stdout)["sampling_cpu_s"] >= 0
+
+
+def test_a_training_that_is_no_rehearsal_has_no_faults_to_put_into_itself(tmp_path: Path) -> None:
+    done = finished(tmp_path, "import os; print('TENUTO_CHAOS' in os.environ)", variables={"TENUTO_CHAOS": "1"})
+    assert done.returncode == 0 and done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -275,14 +275,15 @@ def load_framework() -> None:
 
 
 @contextmanager
-def own_shared_memory() -> Iterator[None]:
-    """Puts images into a directory of shared memory that is removed after the block: they displace nobody else's."""
+def own_shared_memory() -> Iterator[Path | None]:
+    """Puts images into a directory of shared memory that is removed after the block: they displace nobody else's.
+    Yields it; None where there is no shared memory."""
     if os.access(slots.SHARED_MEMORY, os.W_OK):
         with tempfile.TemporaryDirectory(prefix="tenuto-demo-", dir=slots.SHARED_MEMORY) as root:
             with mock.patch.object(slots, "SHARED_MEMORY", root):
-                yield
+                yield Path(root)
     else:
-        yield
+        yield None
 
 
 def copy_seconds(nbytes: int, repeats: int = 30) -> float:

@@ -113,19 +113,31 @@ class Stormed:
 
 @dataclass
 class Storm:
-    """Runs a storm in an empty directory."""
+    """Runs a storm in an empty directory. `memory`: of `own_shared_memory`; what lies there is lost with a node."""
 
     place: Path
     steps: int
     save_every: int
     on_progress: ReportProgress
     legs: Legs = LEGS
+    memory: Path | None = None
     _blows: list[Blow] = field(default_factory=list)
     _down: tuple[Blow, float] | None = None
     """What has struck from outside, and when, until training is as far again."""
+    _process: subprocess.Popen[bytes] | None = None
+    """The newest training or supervisor."""
 
     def run(self) -> Stormed:
-        """Raises TrainingFailed where a training or its supervisor fails for a reason of its own."""
+        """Raises TrainingFailed where a training or its supervisor fails for a reason of its own. Leaves none behind
+        where it is broken off."""
+        try:
+            return self._run()
+        finally:
+            if self._process is not None and self._process.poll() is None:
+                self._process.terminate()
+                self._process.wait(LONGEST_S)
+
+    def _run(self) -> Stormed:
         self._follow(self._start(self._training(UNTOUCHED)), UNTOUCHED, "training untouched")
         began_s = time.monotonic()
         number = sum(len(inside) + bool(end) for inside, end in self.legs)
@@ -161,7 +173,7 @@ class Storm:
         supervisor.send_signal(signal.SIGKILL if end == "kill supervisor" else signal.SIGTERM)
         supervisor.wait(LONGEST_S)
         if end == "flipped byte":
-            for image in Path(slots.SHARED_MEMORY).iterdir():
+            for image in self.memory.iterdir() if self.memory is not None else ():
                 shutil.rmtree(image, ignore_errors=True)
             self._flip()
         (self.place / f"{RUN}.counter").unlink()  # the next process counts in one of its own
@@ -183,7 +195,8 @@ class Storm:
 
     def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with open(self.place / "output.txt", "ab") as output:
-            return subprocess.Popen(command, stdout=output, stderr=output)
+            self._process = subprocess.Popen(command, stdout=output, stderr=output)
+        return self._process
 
     def _follow(self, process: subprocess.Popen[bytes], run: str, activity: str, at: int | None = None) -> int:
         """Follows a training until it comes to step `at`, which is returned, or its process ends well (0)."""

@@ -256,8 +256,9 @@ class Supervisor:
 
     def _met(self, beats: Path, living: Sequence[Beat], now_s: float) -> str | None:
         """Does what is found on the machine asks for; returns why the command is to be ended, if it is."""
-        demand = None if self.watching is None else self.watching.observe(beats, living, now_s)
-        if demand is None or self._asked:
+        leaving = bool(self._asked)
+        demand = None if self.watching is None else self.watching.observe(beats, living, now_s, leaving=leaving)
+        if demand is None or self._asked:  # perhaps only now
             return None
         self._demand = demand
         if demand.action == "restart":

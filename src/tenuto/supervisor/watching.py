@@ -3,6 +3,7 @@ noted, said, and acted upon."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ QUIET_S: Final = 600.0
 """What has not been found for so long is another episode when it is found again."""
 AGAIN_S: Final = 600.0
 """As long as a finding holds, a save is asked for so often."""
+SETTLE_S: Final = 15.0
+"""So long after a training was started again nothing ends it: what was read by then may be what its end came from."""
 RESERVE_S: Final = 2.0
 """What the end of processes takes of a notice's time."""
 _ACTED: Final[Mapping[Action, str]] = {
@@ -31,13 +34,15 @@ _ACTED: Final[Mapping[Action, str]] = {
 
 
 class Recorder:
-    """Appends samples to a file, as `Sample.line` has them. A file that cannot be written stops nothing: it is said
-    once."""
+    """Appends samples to a file, as `Sample.line` has them, on a line of their own. A file that cannot be written stops
+    nothing: it is said once."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         """Raises OSError where the file cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] | None = open(path, "a")  # noqa: SIM115 - as long as the supervisor runs
+        if _ends_in_a_line(path):
+            self._file.write("\n")
         self._report = report
 
     def write(self, samples: Iterable[Sample]) -> None:
@@ -50,6 +55,15 @@ class Recorder:
         except OSError as error:
             self._report(f"samples are not recorded any more: {error}")
             self._file = None
+
+
+def _ends_in_a_line(path: Path) -> bool:
+    """Returns whether a file's last line has no end."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 class Paces:
@@ -127,12 +141,21 @@ class Watching:
     _paces: Paces = field(default_factory=Paces)
     _episodes: dict[tuple[Name, str], tuple[float, float]] = field(default_factory=dict)
     """When each finding was found and acted upon last."""
+    _has_ended: bool = False
+    """Whether a start has ended, and the next one was not looked at yet."""
+    _leaving: bool = False
+    _settled_s: float = 0.0
+    """From when on a finding may end this start."""
 
-    def observe(self, directory: Path, beats: Sequence[Beat], now_s: float) -> Demand | None:
+    def observe(self, directory: Path, beats: Sequence[Beat], now_s: float, *, leaving: bool = False) -> Demand | None:
         """Takes what is new, and acts upon it. Returns what is left to the supervisor.
 
-        directory: of the heartbeats. beats: of the processes that live. now_s: by the monotonic clock.
+        directory: of the heartbeats. beats: of the processes that live. now_s: by the monotonic clock. leaving: whether
+        the training was asked to leave already: no finding asks more of it.
         """
+        self._leaving = leaving
+        if self._has_ended:
+            self._has_ended, self._settled_s = False, now_s + SETTLE_S
         samples = [] if self.sampling is None else self.sampling.take()
         if self.sampling is not None:
             self.sampling.watch([place for url in read_places(directory) if (place := directory_of(url)) is not None])
@@ -148,6 +171,7 @@ class Watching:
         samples = [] if self.sampling is None else self.sampling.take()
         self._findings([*samples, Sample(time.time(), END, kind=kind)])
         self._paces = Paces()
+        self._has_ended = True
 
     def close(self) -> float:
         """Ends sampling, and returns the processor time that it has taken, in seconds."""
@@ -172,6 +196,8 @@ class Watching:
         self._episodes[key] = now_s, now_s if due else acted_s
         if not due:
             return None
+        if (self._leaving and action != "note") or (action == "restart" and now_s < self._settled_s):
+            action = "warn"
         self.journal.write(
             "finding", finding=finding.name, subject=finding.subject, evidence=finding.evidence, action=action,
             severity="routine" if action == "note" else "severe",

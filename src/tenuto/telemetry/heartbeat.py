@@ -94,7 +94,7 @@ class Heartbeat:
             finally:
                 os.close(descriptor)
             if where and not rank:
-                (directory / RUN_FILE).write_text("\n".join([where, run, *(places or [where])]))
+                (directory / RUN_FILE).write_bytes(os.fsencode("\n".join([where, run, *(places or [where])])))
         except OSError:
             return  # the supervisor is gone, or its directory: it is told of nothing, and training continues
         self.on = True
@@ -140,7 +140,7 @@ class Heartbeat:
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
         self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(self._sequence)
-        if self._faults is not None and step > (self._began or 0):
+        if self._faults is not None and phase == TRAINING and step > (self._began or 0):
             self._faults.stepped(step)
 
     def saved(self, duration_s: float, nbytes: int) -> None:
@@ -155,7 +155,7 @@ class Heartbeat:
         own = self._directory / f"{REQUEST_FILE}-{self._pid}"
         try:
             os.rename(self._directory / REQUEST_FILE, own)
-            return own.read_text() or None
+            return os.fsdecode(own.read_bytes()) or None
         except OSError:
             return None  # another rank was first
 
@@ -183,7 +183,7 @@ def request_save(directory: Path, reason: str) -> None:
     waits is replaced."""
     new = directory / f"{REQUEST_FILE}.new"
     with contextlib.suppress(OSError):  # full memory: the training is asked the next time
-        new.write_text(reason)
+        new.write_bytes(os.fsencode(reason))
         os.rename(new, directory / REQUEST_FILE)
 
 
@@ -200,7 +200,7 @@ def read_places(directory: Path) -> list[str]:
 
 def _run_lines(directory: Path) -> list[str]:
     try:
-        return (directory / RUN_FILE).read_text().split("\n")
+        return os.fsdecode((directory / RUN_FILE).read_bytes()).split("\n")
     except OSError:
         return []
 

@@ -300,13 +300,12 @@ class RunSaver:
             self._lost(self._loss)
 
     def decide(self, moment: Moment) -> Decision:
-        asked = None
+        asked, waits = None, not self.saver.free
         if self.heartbeat.on:
             self.heartbeat.sealed = self.memory is not None and self.memory.newest_s is not None
             self.heartbeat.beat(moment.step, ENDING if moment.ending else TRAINING)
-            asked = self.heartbeat.save_request()
+            asked = None if waits else self.heartbeat.save_request()  # it stays until a save is not skipped
         self._unlogged.asked(moment, self.first_step, self._judging)
-        waits = not self.saver.free
         if waits:
             self._report_standstill()
         history = SaveHistory(

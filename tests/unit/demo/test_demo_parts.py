@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import mmap
+import os
 import signal
 import sys
 import time
@@ -17,7 +18,8 @@ import pytest
 from rich.console import Console
 
 import tenuto
-from tenuto.demo import report
+from tenuto.cli.commands import demo
+from tenuto.demo import report, storm
 from tenuto.demo.comparison import Comparison, compare, read
 from tenuto.demo.processes import Child, Life, start
 from tenuto.demo.runner import Outcome, Plan, draw_kills
@@ -209,3 +211,39 @@ def test_the_exit_status_is_the_verdict(account: Outcome, status: int, monkeypat
     app.command()(demo)
     for arguments in ([], ["--json"]):
         assert CliRunner().invoke(app, arguments).exit_code == status
+
+
+def test_a_storm_that_is_asked_to_leave_leaves_no_training_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, start = [], storm.Storm._start
+
+    def spied(self: storm.Storm, command: Any) -> Any:
+        started.append(start(self, [sys.executable, "-c", "import time; time.sleep(1000)"]))
+        return started[-1]
+
+    def leaves(*progress: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(storm.Storm, "_start", spied)
+    monkeypatch.setattr(demo, "_lines", lambda: leaves)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        demo._storm(100, 10, tmp_path / "kept", json=False)
+    assert left.value.code == 143 and signal.getsignal(signal.SIGTERM) == handler
+    assert [one.poll() for one in started] == [-signal.SIGTERM]
+
+
+def test_a_storm_removes_no_shared_memory_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others, own = tmp_path / "others", tmp_path / "own"
+    for directory in (others, own):
+        (directory / "image").mkdir(parents=True)
+    monkeypatch.setattr(storm.slots, "SHARED_MEMORY", str(others))
+    monkeypatch.setattr(storm.Storm, "_flip", lambda self: None)
+    for memory in (None, own):
+        one = storm.Storm(tmp_path, 100, 10, lambda *progress: None, memory=memory)
+        (tmp_path / "storm.counter").touch()
+        one._strike(one._start([sys.executable, "-c", "import time; time.sleep(1000)"]), "flipped byte", 5)
+        assert (others / "image").exists()
+    assert not (own / "image").exists()

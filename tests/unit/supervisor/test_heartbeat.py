@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 import tenuto
 from tenuto import Repository, every, keep, on
 from tenuto.events import Event, SaveStarted
-from tenuto.telemetry import heartbeat
+from tenuto.model.records import Receipt
+from tenuto.store.local.store import LocalStore
+from tenuto.telemetry import heartbeat, own_faults
 from tenuto.telemetry.heartbeat import (
     ENDED,
     ENDING,
@@ -139,3 +144,47 @@ def test_a_beat_says_at_which_step_training_began_in_this_process(tmp_path: Path
         beats.beat(step)
     (beat,) = read_beats(tmp_path)
     assert (beat.step, beat.began) == (19, 17)
+
+
+def test_a_request_waits_while_a_save_is_written_rather_than_being_skipped(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "beats").mkdir()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "beats"))
+    written, whole = threading.Event(), LocalStore.put_if_absent
+
+    def put(store: LocalStore, name: str, *content: Any, **more: Any) -> Receipt:
+        if name.endswith(".safetensors"):
+            written.wait()
+        return whole(store, name, *content, **more)
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", put)
+    with tenuto.Checkpointer(
+        tmp_path / "ck", {"w": np.zeros(3)}, save=on.end(), on_busy="skip", keep=keep.all(), log="silent"
+    ) as ckpt:
+        for step in ckpt.steps(9):
+            if step == 2:
+                first = ckpt.save()
+            if step == 3:
+                request_save(tmp_path / "beats", "memory: 1 GiB left")
+            if step == 6:
+                written.set()
+                first.wait()
+    assert [one.step for one in Repository(tmp_path / "ck").checkpoints()][-2:] == [7, 3]
+
+
+def test_a_fault_asked_for_strikes_no_training_that_has_come_to_its_end(tmp_path: Path) -> None:
+    """One that hangs there would hang for ever: what a script does after it has saved has no limit."""
+    beats = Heartbeat.from_environment(0, {VARIABLE: str(tmp_path), heartbeat.CHAOS: "1"})
+    beats.beat(1)
+    own_faults.ask(tmp_path, 0, os.getpid(), "oom", 1.0)
+    beats.beat(2, ENDING)
+    beats.beat(2, ENDED)
+    with pytest.raises(MemoryError):
+        beats.beat(3)
+
+
+def test_a_place_whose_name_is_no_text_is_named_as_it_is(tmp_path: Path) -> None:
+    where = os.fsdecode(os.fsencode(tmp_path) + b"/ck\xff")
+    beats = Heartbeat(tmp_path, 0, where=where, run="main")
+    assert read_run(tmp_path) == (where, "main") and read_places(tmp_path) == [where]
+    request_save(tmp_path, f"disk-filling: {where} has 1 GiB free")
+    assert beats.save_request() == f"disk-filling: {where} has 1 GiB free"

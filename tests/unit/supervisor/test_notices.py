@@ -176,3 +176,15 @@ def test_a_long_notice_asks_for_a_save_first_and_to_leave_when_its_time_comes() 
 def test_a_cloud_that_there_is_not_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="there are auto, off, aws, gcp, azure"):
         detectors("amazon")
+
+
+def test_a_service_that_never_answers_is_given_up_and_said(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, answered = Preemption("aws"), Preemption("aws")
+    answered.sample()
+    service.answers["/latest/meta-data/spot/instance-action"] = "[]"
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:1")
+    assert silent.sample() == {"aws.answers": 0.0}
+    monkeypatch.setattr(preemption, "UNANSWERED_S", 0.0)
+    with pytest.raises(TimeoutError, match=r"AWS has given no answer for .*refused"):
+        silent.sample()
+    assert answered.sample() == {"aws.answers": 0.0}, "it had answered before"

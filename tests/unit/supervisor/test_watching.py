@@ -18,9 +18,10 @@ from tenuto.supervisor.detectors.contract import FINDINGS, STEPS, Finding, Sampl
 from tenuto.supervisor.detectors.registry import detectors
 from tenuto.supervisor.detectors.sampling import SamplingProcess
 from tenuto.supervisor.journal import Journal
+from tenuto.supervisor.risk.recording import read_recording
 from tenuto.supervisor.strategies import TABLE as STRATEGIES_OF
 from tenuto.supervisor.strategies import written as strategies_written
-from tenuto.supervisor.watching import AGAIN_S, QUIET_S, Demand, Paces, Recorder, Watching
+from tenuto.supervisor.watching import AGAIN_S, QUIET_S, SETTLE_S, Demand, Paces, Recorder, Watching
 from tenuto.telemetry.heartbeat import ENDING, REQUEST_FILE, STARTING, TRAINING, Beat
 
 
@@ -278,3 +279,51 @@ def test_a_detector_that_fails_is_said_and_the_others_go_on() -> None:
 
 def test_watching_needs_no_sampling(tmp_path: Path) -> None:
     assert watching.Watching(detectors("off"), Journal(None, print), print).observe(tmp_path, [], 0.0) is None
+
+
+def test_what_the_sampling_process_prints_besides_samples_ends_no_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')\nprint('to this node', flush=True)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    lines: list[str] = []
+    process = SamplingProcess("off", lines.append)
+    found: set[str] = set()
+    while "clock" not in found:
+        found |= {sample.source for sample in process.take()}
+    process.close()
+    assert lines == ["the process that samples the machine prints what is no sample: b'welcome'"]
+
+
+def test_a_recording_goes_on_behind_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path, samples = tmp_path / "samples.jsonl", [Sample(BEGAN + number, "memory", {"a": 1.0}) for number in range(3)]
+    for cut in (9, -3, -1):
+        path.write_text(f"{samples[0].line()}\n{samples[1].line()[:cut]}")
+        recorder = Recorder(path, print)
+        recorder.write(samples[2:])
+        assert read_recording(path) == [samples[0], samples[2]]
+    path.write_text(f"{samples[0].line()}\nnone\n")
+    with pytest.raises(UsageError, match="line 2"):
+        read_recording(path)
+
+
+def test_what_is_read_right_after_a_restart_does_not_end_the_next_start(tmp_path: Path) -> None:
+    """An Xid that has ended the training is read after its end."""
+    told = Told(Finding("gpu-xid", "GPU 0 reports Xid 94", "GPU 0"))
+    told.watching.ended("failed")
+    assert told.observe(tmp_path) is None
+    assert told.lines == ["gpu-xid: GPU 0 reports Xid 94"] and told.events[0]["action"] == "warn"
+    told.detector.findings = (Finding("gpu-lost", "GPU 1 is lost", "GPU 1"),)
+    told.now_s += SETTLE_S
+    demand = told.observe(tmp_path)
+    assert demand is not None and demand.action == "restart"
+
+
+def test_of_one_that_was_asked_to_leave_nothing_more_is_asked_and_no_more_is_said(tmp_path: Path) -> None:
+    told = Told(
+        Finding("gpu-lost", "GPU 1 is lost"), Finding("preemption", "soon", "aws", 60.0), Finding("memory", "-")
+    )
+    beat = Beat(pid=1, rank=0, step=1, phase=TRAINING, at_s=1000.0)
+    assert told.watching.observe(tmp_path, [beat], 1000.0, leaving=True) is None
+    assert told.lines == ["gpu-lost: GPU 1 is lost", "preemption: soon", "memory: -"]
+    assert [one["action"] for one in told.events] == ["warn"] * 3 and not (tmp_path / REQUEST_FILE).exists()

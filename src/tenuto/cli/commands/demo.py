@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -81,14 +82,25 @@ def _storm(steps: int, save_every: int, keep: Path | None, *, json: bool) -> Non
     from tenuto.demo.runner import own_shared_memory
     from tenuto.demo.storm import LEGS, SHORT, Storm
 
-    with _place(keep) as place, own_shared_memory(), _progress() as show:
-        stormed = Storm(place, steps, save_every, show, LEGS if steps >= LONG_STEPS else SHORT).run()
+    legs = LEGS if steps >= LONG_STEPS else SHORT
+    with _sigterm_raises(), _place(keep) as place, own_shared_memory() as memory, _progress() as show:
+        stormed = Storm(place, steps, save_every, show, legs, memory).run()
     if json:
         output.document("demo.storm", {**stormed.document(), "kept": str(keep) if keep else None})
     else:
         stormed.show()
     if not stormed.comparison.equal:
         raise typer.Exit(DIFFERENT)
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Has SIGTERM end this process by way of its `finally`s: a storm's supervisor would outlive it."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

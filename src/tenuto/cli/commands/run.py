@@ -219,11 +219,13 @@ def supervised(
     from tenuto.supervisor.supervise import Supervisor
     from tenuto.telemetry.heartbeat import CHAOS
 
+    environment = {name: value for name, value in os.environ.items() if name != CHAOS}
+    environment |= {CHAOS: "1"} if injector is not None else {}
     path = Path(journal) if journal else default_path(os.getpid())
     noted = Journal(path, _line)
     supervisor = Supervisor(
         command, limits, watch, noted, _line, at_end=at_end, quiet_stdout=json, injector=injector,
-        recovery=recovery or Recovery(), environment={**os.environ, **({CHAOS: "1"} if injector else {})},
+        recovery=recovery or Recovery(), environment=environment,
     )  # fmt: skip
     supervisor.watching = watching(noted) if watching is not None else None
     notifier: Notifier | None = None

@@ -21,6 +21,8 @@ DMI: Final = Path("/sys/class/dmi/id")
 TIMEOUT_S: Final = 2.0
 LEAVE_S: Final = 150.0
 """A notice of more time than this asks for a save first, and to leave once no more than this is left."""
+UNANSWERED_S: Final = 300.0
+"""A service that has not answered by then is given up, and that is said: some take minutes at first."""
 TOKEN_S: Final = 21_600
 GOOGLE_S: Final = 30.0
 LARGEST: Final = 1 << 20
@@ -108,6 +110,8 @@ class Preemption:
         """`cloud`: of CLOUDS; auto: the one that the machine's firmware names; off: none."""
         self._cloud = cloud
         self._asked: Cloud | None = None
+        self._began_s = time.monotonic()
+        self._answered = False
 
     def sample(self) -> Mapping[str, float] | None:
         if self._asked is None:
@@ -118,7 +122,12 @@ class Preemption:
             self._asked = CLOUDS[self._cloud]()
         try:
             found = list(self._asked.notices())
-        except (OSError, ValueError, KeyError, TypeError):
+            self._answered = True
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            silent_s = time.monotonic() - self._began_s
+            if not self._answered and silent_s >= UNANSWERED_S:
+                title = _TITLES.get(self._cloud, self._cloud)
+                raise TimeoutError(f"{title} has given no answer for {seconds(silent_s)} ({error})") from error
             self._asked = None  # its token may have become invalid
             return {f"{self._cloud}.answers": 0.0}
         values = {f"{self._cloud}.answers": 1.0}

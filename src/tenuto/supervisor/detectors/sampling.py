@@ -42,7 +42,7 @@ class SamplingProcess:
         os.set_blocking(self._process.stdout.fileno(), False)
         self._rest = b""
         self._places: Sequence[str] = ()
-        self._ended = False
+        self._ended = self._said_odd = False
         self.cpu_s = 0.0
         """Processor time that it has taken, as far as it has said so."""
 
@@ -71,13 +71,22 @@ class SamplingProcess:
         *lines, self._rest = (self._rest + data).split(b"\n")
         found = []
         for line in lines:
-            sample = Sample.read(line.decode())
+            try:
+                sample = Sample.read(line.decode())
+            except ValueError:  # what its interpreter or a library prints: no reason to end the supervisor
+                self._report_odd(line)
+                continue
             if sample.kind is not None:
                 self._report(f"{sample.source} is not watched any more: {sample.kind}")
                 continue
             self.cpu_s = sample.values.get("cpu_s", self.cpu_s) if sample.source == OWN else self.cpu_s
             found.append(sample)
         return found
+
+    def _report_odd(self, line: bytes) -> None:
+        if not self._said_odd:
+            self._said_odd = True
+            self._report(f"the process that samples the machine prints what is no sample: {line[:80]!r}")
 
     def close(self) -> None:
         """Ends it. May be called again."""

@@ -119,8 +119,14 @@ def _local() -> tzinfo | None:
 
 
 def _journal(rows: Iterator[Row]) -> Iterator[Found]:
+    """A line that was cut off is passed over, as `tenuto report` does."""
     for row in rows:
-        line = json.loads(row[""])
+        try:
+            line = json.loads(row[""])
+        except ValueError:
+            if row[""].startswith("{"):
+                continue
+            raise
         if line["event"] in ("died", "left"):
             yield "job", Sample(datetime.fromisoformat(line["time"]).timestamp(), END, {}, line["kind"])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from tenuto.supervisor.detectors.contract import Finding, Sample
+from tenuto.supervisor.detectors.contract import END, Finding, Sample
 from tenuto.supervisor.detectors.registry import detectors
 from tenuto.supervisor.risk.model import Model, Risk
 from tenuto.supervisor.risk.rules import Rules
@@ -63,7 +63,7 @@ class RiskPredictor:
         for sample in samples:
             self.scorer.take(sample)
             self.trust.take(sample)
-        if now - self._scored < EVERY_S:
+        if 0 <= now - self._scored < EVERY_S:  # below 0: the clock was set back
             return None
         self._scored = now
         alarm = self.trust.ledger.raised(self.scorer.risk(now), self.scorer.threshold, now)
@@ -72,9 +72,13 @@ class RiskPredictor:
     def replay(self, samples: Iterable[Sample]) -> None:
         """Takes an earlier recording of this job, to know how good its alarms were then. Nothing that was done about
         them counts for the time to come."""
+        last_s = 0.0
         for sample in samples:
             self.observe([sample], sample.at)
-        self.trust = Trust(self.trust.ledger)
+            last_s = sample.at
+        self.scorer.take(Sample(last_s, END))  # perhaps it was killed: what held then says nothing of this start
+        self.trust.take(Sample(last_s, END))
+        self.trust, self._scored = Trust(self.trust.ledger), float("-inf")
 
     def _found(self, risk: Risk) -> Finding:
         ledger = self.trust.ledger

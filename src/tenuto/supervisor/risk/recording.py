@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Final
 
 from tenuto.errors import UsageError
 from tenuto.supervisor.detectors.contract import Sample
 
+_BEGIN: Final = '{"at": '
+"""How each sample's line begins."""
+
 
 def read_recording(path: Path, newest: int | None = None) -> list[Sample]:
-    """Returns the samples of a file in the order of their times, or the last `newest` of them. A last line that was cut
-    off is left out. Raises UsageError for a file that cannot be read, or is none."""
+    """Returns the samples of a file in the order of their times, or the last `newest` of them. A line that was cut off,
+    by the end of a recorder or a full disk, is left out. Raises UsageError for a file that cannot be read, or is none.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             lines = list(deque(enumerate(file, 1), newest))
@@ -25,8 +31,8 @@ def read_recording(path: Path, newest: int | None = None) -> list[Sample]:
             if line.strip():
                 found.append(Sample.read(line))
         except ValueError as error:
-            if number == lines[-1][0] and not line.endswith("\n"):
-                break  # the recorder was killed within it
+            if isinstance(error, json.JSONDecodeError) and _BEGIN.startswith(line.rstrip("\n")[: len(_BEGIN)]):
+                continue  # the recorder was killed within it
             raise UsageError(
                 f"{path}, line {number}: {error}",
                 subject=str(path),

@@ -3,7 +3,8 @@
 The precision is that of a Beta posterior: the probability that is stated counts as two alarms that were seen, and every
 alarm of this job's own history as one. A save because of an alarm is taken only if what a fault would lose is worth it
 (policy.prediction), and all of them together take at most a hundredth of the time, whatever the predictor says: it can
-be wrong, but it cannot be expensive. Alarms never make regular saves rarer.
+be wrong, but it cannot be expensive. A save that takes longer than the one before is paid for by those that follow.
+Alarms never make regular saves rarer.
 """
 
 from __future__ import annotations
@@ -97,17 +98,19 @@ class Stake:
     save_s: float = UNKNOWN_SAVE_S
     _saves: float = 0.0
 
-    def take(self, sample: Sample) -> None:
+    def take(self, sample: Sample) -> bool:
+        """Returns whether a save has been committed since the sample before."""
         if sample.source == END:
             self.since, self._saves = None, 0.0
         if sample.source != STEPS:
-            return
-        saves = sample.values.get("saves", 0.0)
-        if self.since is None or saves > self._saves:
+            return False
+        before, self._saves = self._saves, sample.values.get("saves", 0.0)
+        saved = self._saves > before
+        if self.since is None or saved:
             self.since = sample.at
-        self._saves = saves
-        if saves and sample.values.get("save_s", 0.0) > 0:
+        if self._saves and sample.values.get("save_s", 0.0) > 0:
             self.save_s = sample.values["save_s"]
+        return saved
 
     def work_s(self, now: float) -> float:
         return 0.0 if self.since is None else max(now - self.since, 0.0)
@@ -120,14 +123,20 @@ class Trust:
     ledger: Ledger = field(default_factory=Ledger)
     stake: Stake = field(default_factory=Stake)
     spent_s: float = 0.0
-    """What such saves have taken, at most."""
+    """What such saves have taken, at most; of the newest one what it is believed to, until it has been committed."""
     _began: float | None = None
     _heeded: Alarm | None = None
+    _believed_s: float | None = None
+    """What the newest such save is believed to take; None once that is known, or nobody will know."""
 
     def take(self, sample: Sample) -> None:
         self._began = sample.at if self._began is None else self._began
         self.ledger.take(sample)
-        self.stake.take(sample)
+        saved = self.stake.take(sample)
+        if saved and self._believed_s is not None:
+            self.spent_s += max(self.stake.save_s - self._believed_s, 0.0)
+        if saved or sample.source == END:
+            self._believed_s = None
 
     def heed(self, alarm: Alarm, now: float) -> bool:
         """Returns whether to save now, and counts that as done. While the alarm lasts, further saves follow at the
@@ -144,6 +153,7 @@ class Trust:
         if self.spent_s + costs.cost_s > BUDGET * elapsed_s:
             return False
         self.spent_s += costs.cost_s
+        self._believed_s = costs.cost_s
         self._heeded = alarm
         self.stake.since = now  # asked for: what is saved shows a little later
         return True

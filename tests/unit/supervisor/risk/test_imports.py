@@ -72,7 +72,7 @@ def test_a_journal_of_the_supervisor_has_the_ends(tmp_path: Path) -> None:
         {"time": "2026-11-20T09:00:00.500+00:00", "event": "died", "kind": "hung"},
         {"time": "2026-11-20T10:00:00.500+00:00", "event": "left", "kind": "finished"},
     ]
-    found = imported(tmp_path, "journal", "".join(f"{json.dumps(line)}\n" for line in lines))["job"]
+    found = imported(tmp_path, "journal", "".join(f"{json.dumps(line)}\n" for line in lines) + '{"time": "20')["job"]
     assert [(one.kind, one.at) for one in found] == [("hung", 1795165200.5), ("finished", 1795168800.5)]
 
 
@@ -97,6 +97,6 @@ def test_a_recording_that_was_cut_off_is_read_and_one_that_is_wrong_is_named_wit
         file.write('{"at": 3.0, "sou')
     assert read_recording(path) == samples
     with open(path, "a") as file:
-        file.write("\n")
-    with pytest.raises(UsageError, match=r"telemetry\.jsonl, line 3"):
+        file.write("\nnone\n")
+    with pytest.raises(UsageError, match=r"telemetry\.jsonl, line 4"):
         read_recording(path)

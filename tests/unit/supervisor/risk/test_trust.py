@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.made_up_telemetry import recording
 from tenuto.supervisor.detectors.contract import END, STEPS, Finding, Sample
 from tenuto.supervisor.risk.model import Risk
-from tenuto.supervisor.risk.predict import EVERY_S, RiskPredictor
-from tenuto.supervisor.risk.trust import BUDGET, Ledger, Trust
+from tenuto.supervisor.risk.predict import EVERY_S, RiskPredictor, rules
+from tenuto.supervisor.risk.trust import BUDGET, Alarm, Ledger, Trust
 
 
 @dataclass
@@ -180,3 +180,33 @@ def test_an_earlier_recording_tells_how_good_it_was_and_spends_nothing() -> None
     ledger = predictor.trust.ledger
     assert ledger.faults == faults and faults - 3 <= ledger.right <= faults < ledger.wrong
     assert predictor.trust.spent_s == 0 and predictor.observe([], samples[-1].at + 1) is None
+
+
+def test_a_save_that_took_longer_than_believed_is_paid_for_by_the_next_ones() -> None:
+    trust = Trust()
+    trust.take(Sample(0.0, STEPS, {"saves": 1, "save_s": 1.0}))
+    trust.take(Sample(1000.0, STEPS, {"saves": 1, "save_s": 1.0}))
+    alarm = trust.ledger.raised(Risk(0.9, 600), 0.3, 1000.0)
+    assert alarm is not None and trust.heed(alarm, 1000.0) and trust.spent_s == 1.0
+    trust.take(Sample(1300.0, STEPS, {"saves": 2, "save_s": 290.0}))
+    trust.take(Sample(1400.0, STEPS, {"saves": 3, "save_s": 300.0}))  # one that nobody asked for
+    assert trust.spent_s == 290.0
+    alarm = Alarm(50_000.0, Risk(0.9, 600))
+    assert not trust.heed(alarm, 50_000.0) and trust.heed(alarm, 60_000.0)
+
+
+def test_a_recording_that_broke_off_says_nothing_of_this_start() -> None:
+    killed = [Sample(0.0, "preemption", {"aws.answers": 1.0, "aws.grace_s": 60.0})]
+    predictor = RiskPredictor(rules())
+    predictor.replay(killed)
+    assert predictor.scorer.risk(5.0).probability == 0 and predictor.trust.ledger.open is None
+
+
+def test_the_risk_is_scored_where_the_clock_was_set_back() -> None:
+    scripted = Scripted(always)
+    predictor = RiskPredictor(scripted)
+    predictor.observe([], 10_000.0)
+    assert predictor.trust.ledger.open is not None
+    predictor.trust.ledger.open = None
+    predictor.observe([], 100.0)
+    assert predictor.trust.ledger.open is not None
