@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
+.PHONY: setup demo test test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
 
 # Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -95,6 +95,7 @@ bench: setup
 	$(BIN)/python benchmarks/p7_small.py --rounds 9
 	$(BIN)/python benchmarks/p8_memory.py --gib 1
 	$(BIN)/python benchmarks/p9_restart.py --gib 1
+	$(BIN)/python benchmarks/recover.py
 	$(BIN)/python benchmarks/p11_planning.py
 	$(BIN)/python benchmarks/p12_codecs.py --rounds 15
 	$(BIN)/python benchmarks/p13_space.py
@@ -146,6 +147,10 @@ kill-campaign: setup
 kill-campaign-memory: setup
 	$(BIN)/python -m campaigns.kills --memory --kills 1000 --steps 120 --workers 2 --seed 300 --json $(RESULTS)/r2_kills_memory.json
 
+# About half an hour on two cores: under `tenuto run`, which is killed now and then too. Leaves nothing in shared memory.
+supervised-kills-campaign: setup
+	$(BIN)/python -m campaigns.kills --supervised --kills 1000 --per-round 20 --steps 500 --workers 3 --seed 600 --json $(RESULTS)/r2_supervised.json
+
 # About ten minutes on two cores: numbers, and trainings under torch (DDP, FSDP2), in equal parts.
 ranks-campaign: setup
 	$(BIN)/python -m campaigns.rank_kills --kills 200 --seed 1 --json $(RESULTS)/r5_ranks.json
@@ -174,7 +179,7 @@ ranks-crash-campaign: setup
 repair-campaign: setup
 	$(BIN)/python -m campaigns.corruption --repair --seconds 240 --cases 1000000 --seed 2 --json $(RESULTS)/repair.json
 
-stateful-campaign: setup
+ranks-stateful-campaign: setup
 	$(BIN)/python -m campaigns.stateful --ranks --examples 100 --seed 1 --json $(RESULTS)/r_stateful_ranks.json
 
 exact-resume-campaign: setup

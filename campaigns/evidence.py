@@ -68,6 +68,15 @@ def _kills_memory(result: Result) -> str:
     )
 
 
+def _kills_supervised(result: Result) -> str:
+    return (
+        f"{_bold(result['kills'], 'kills')}: {result['kills_of_the_training']:,} of the training, "
+        f"{result['kills_of_the_supervisor']} of the supervisor and {result['kills_of_both_at_once']} of both at once; "
+        f"{result['kills_while_starting']} before a first step. {result['restarts_by_a_supervisor']:,} restarts by a supervisor; every "
+        f"round ended by itself, with no process left, bitwise equal: {'yes' if result['equal'] else '**no**'}."
+    )
+
+
 def _corruption(result: Result) -> str:
     peers = result["peers_flipped_bit_in_tensor_bytes"]
     others = (
@@ -194,6 +203,13 @@ CAMPAIGNS: Final = (
         "`kill -9`, every step in memory",
         "The same with every step kept in shared memory, and kills inside capture, seal, adoption, flush and writing.",
         _kills_memory,
+    ),
+    Campaign(
+        "r2_supervised",
+        "`kill -9`, under the supervisor",
+        "Trainings under `tenuto run` are killed at random moments, and so is `tenuto run`, which is then started again while the training "
+        "that it leaves behind still saves. Nobody else starts a training.",
+        _kills_supervised,
     ),
     Campaign(
         "signals",

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from campaigns.kills import totals
+from campaigns.kills import supervised, totals
 from campaigns.kills.rounds import Capture, Round, RoundPlan, RoundRunner, draw_everywhere, draw_round
 from campaigns.result_file import ResultHeader, deliver, options
 from tenuto.demo.processes import Life
@@ -152,14 +152,31 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--save-every", type=int, default=7)
     found.add_argument("--memory", action="store_true", help="keep every step in memory too, and kill there as well")
     found.add_argument("--encoding", nargs="+", choices=sorted(PRESETS), default=["plain"], help="of rounds, in turn")
+    found.add_argument("--supervised", action="store_true", help="under `tenuto run`, which is killed now and then too")
+    found.add_argument("--torch-every", type=int, default=10, help="with --supervised: a round in so many has torch")
+    found.add_argument("--seconds", type=float, default=0.0, help="with --supervised: begin no round after so many")
     found.add_argument("--workers", type=int, default=1, help="rounds at a time")
     found.add_argument("--keep", type=Path, help="leave the checkpoints there")
     return found
 
 
+def _supervised(given: argparse.Namespace, header: ResultHeader) -> NoReturn:
+    shape = supervised.Shape(given.per_round, given.steps, given.seed, given.torch_every)
+    with tempfile.TemporaryDirectory(prefix="tenuto-campaign-") as place:
+        where = given.keep or Path(place)
+        where.mkdir(exist_ok=True)
+        found = supervised.campaign(
+            kills=given.kills, shape=shape, place=where, workers=given.workers, seconds=given.seconds
+        )
+    deliver(header.result(found), given.json)
+    sys.exit(0 if found["equal"] else 12)
+
+
 def main() -> None:
     given = parser().parse_args()
     result_header = ResultHeader(MODULE, None, seed=given.seed, packages=["torch", "numpy"])
+    if given.supervised:
+        _supervised(given, result_header)
     shape = Shape(given.per_round, given.steps, given.save_every, given.seed, given.memory, tuple(given.encoding))
     with tempfile.TemporaryDirectory(prefix="tenuto-campaign-") as place, own_shared_memory():
         result = campaign(kills=given.kills, shape=shape, place=given.keep or Path(place), workers=given.workers)

@@ -18,12 +18,31 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from campaigns.result_file import ResultHeader, deliver, options
 from campaigns.simulated_processes import replacing
+from campaigns.stateful.directed import run_directed
 from campaigns.stateful.machine import Product
 from campaigns.stateful.operator_rules import OperatorRules, counted
 from campaigns.stateful.ranks import RankProduct
+from tenuto.api import repository as api
 from tenuto.engine.read import choose, chunk_reader
-from tenuto.maintenance import findings, remove, retention, undelete, verify
+from tenuto.history import fork, rollback
+from tenuto.maintenance import (
+    checkpoint_copy,
+    findings,
+    gc,
+    remove,
+    rename_run,
+    repair,
+    retention,
+    undelete,
+    verify,
+)
+from tenuto.model.ids import CheckpointId
+from tenuto.policy import calendar
+from tenuto.repo import catalog, lineage
+from tenuto.repo.notes import add_note
 from tenuto.repo.ownership import claim
+from tenuto.repo.refs import list_refs
+from tenuto.repo.repository import Repo
 
 MODULE: Final = "campaigns.stateful"
 STEPS: Final = 25
@@ -31,7 +50,7 @@ STEPS: Final = 25
 
 @dataclass(frozen=True)
 class Bug:
-    """`ranks`: whether histories of several ranks can tell too: there no bits rot."""
+    """`ranks`: whether histories of several ranks can tell too: there no bits rot, and runs have no other history."""
 
     name: str
     patch: Callable[[], AbstractContextManager[Any]]
@@ -48,8 +67,6 @@ def _nothing_skipped() -> AbstractContextManager[Any]:
 
 
 def _lowest_step_first() -> AbstractContextManager[Any]:
-    from tenuto.repo.repository import Repo
-
     steps = Repo.steps
     return mock.patch.object(Repo, "steps", lambda self, run, attempt: sorted(steps(self, run, attempt)))
 
@@ -61,6 +78,36 @@ def _nothing_is_wrong() -> AbstractContextManager[Any]:
         return replace(execute(*arguments, **options), findings=())
 
     return replacing(execute, lenient)
+
+
+def _rolled_back_to_latest() -> AbstractContextManager[Any]:
+    def elsewhere(repo: Repo, run: str, parent: CheckpointId | None, **more: Any) -> Any:
+        return claim.claim(repo, run, lineage.latest(repo, run), **more)
+
+    return mock.patch.object(rollback, "claim", elsewhere)
+
+
+def _newest_attempt_first() -> AbstractContextManager[Any]:
+    def by_step(repo: Repo, run: str, step: int) -> CheckpointId:
+        ids = (CheckpointId(run, number, step) for number in reversed(repo.attempts(run)))
+        return next((id for id in ids if repo.exists(id)), None) or whole(repo, run, step)
+
+    whole = lineage._by_step
+    return mock.patch.object(lineage, "_by_step", by_step)
+
+
+def _noted_on_the_latest() -> AbstractContextManager[Any]:
+    def note(repo: Repo, id: CheckpointId, kind: str, body: Any) -> Any:
+        return add_note(repo, lineage.latest(repo, id.run) or id, kind, body)
+
+    return mock.patch.object(api, "add_note", note)
+
+
+def _pins_are_tags() -> AbstractContextManager[Any]:
+    def tags(repo: Repo, run: str) -> tuple[tuple[str, CheckpointId], ...]:
+        return tuple((ref.name, ref.id) for ref in list_refs(repo, ("tag",)) if ref.id.run == run)
+
+    return mock.patch.object(rename_run, "_check_refs", tags)
 
 
 BUGS: Final = (
@@ -89,6 +136,48 @@ BUGS: Final = (
     Bug("undelete checks nothing", lambda: mock.patch.object(undelete, "_check", lambda *rest, **more: None)),
     Bug("copies are not shown", lambda: mock.patch.object(findings, "_save", lambda *rest, **more: iter(()))),
     Bug("what was skipped is not told", _nothing_skipped),
+    Bug("what is named can be removed", lambda: mock.patch.object(remove, "_refs", lambda *rest: iter(()))),
+    # Of operations that histories of several ranks leave out.
+    Bug("a rollback changes nothing", _rolled_back_to_latest, ranks=False),
+    Bug(
+        "a fork takes a name that is in use",
+        lambda: mock.patch.object(fork, "_refuse_used", lambda *rest: None),
+        ranks=False,
+    ),
+    Bug(
+        "a copy comes before what is there",
+        lambda: mock.patch.object(checkpoint_copy, "newest_own", lambda *rest: None),
+        ranks=False,
+    ),
+    Bug("a run is renamed under a pin", _pins_are_tags, ranks=False),
+    Bug(
+        "ages count from what was saved last",
+        lambda: mock.patch.object(calendar, "_newest_s", lambda history: history[0].created_s if history else None),
+        ranks=False,
+    ),
+    Bug(
+        "attempts have no first checkpoint",
+        lambda: mock.patch.object(calendar.After, "span", lambda self, facts: None),
+        ranks=False,
+    ),
+    Bug(
+        "gc does not ask who rests on what",
+        lambda: mock.patch.object(gc, "needs_in", lambda *rest: {}),
+        ranks=False,
+    ),
+    Bug(
+        "gc --now leaves nothing",
+        lambda: mock.patch.object(gc, "_last_restorable", lambda *rest: {}),
+        ranks=False,
+    ),
+    Bug(
+        "retention does not ask who rests on what",
+        lambda: mock.patch.object(catalog.Snapshot, "needs", lambda self, others: {}),
+        ranks=False,
+    ),
+    Bug("a repair puts nothing", lambda: mock.patch.object(repair, "_is_right", lambda one: True), ranks=False),
+    Bug("a note goes to the latest", _noted_on_the_latest, ranks=False),
+    Bug("a step is the newest attempt's", _newest_attempt_first, ranks=False),
 )
 
 
@@ -124,6 +213,8 @@ def caught(bug: Bug, examples: int, number: int | None, product: type[OperatorRu
     """What contradicts the model while the bug is there; empty if nothing does."""
     with bug.patch():
         try:
+            if product is Product:
+                run_directed()
             histories(examples, number, product=product)
         except Exception as error:  # noqa: BLE001 - any contradiction will do, the product's own errors too
             return f"{type(error).__name__}: {str(error)[:200]}"
@@ -140,6 +231,8 @@ def main(arguments: list[str] | None = None) -> int:
     counted.clear()
     contradictions = []
     try:
+        if not chosen.ranks:
+            run_directed()
         histories(chosen.examples, chosen.seed, product=product)
     except Exception as error:  # noqa: BLE001 - told below, and by the exit status
         contradictions.append(f"{type(error).__name__}: {error}")

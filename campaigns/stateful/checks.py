@@ -15,6 +15,7 @@ from tenuto.maintenance.verify import execute, plan_verify
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.repo.lineage import walk
+from tenuto.repo.notes import notes
 from tenuto.state.contract import Prepared
 from tenuto.state.restore.match import match_state
 
@@ -29,6 +30,8 @@ def check_world(world: World, model: Model, runs: Iterable[str]) -> None:
         _check_load(world, model, run, expected)
     for id in model.committed:
         _check_checkpoint(world, model, id)
+        texts = [note.body["text"] for note in notes(world.repo, id) if note.kind == "text"]
+        assert texts == model.texts.get(id, []), f"the notes on {id} are {texts}"
     _check_findings(world, model)
     for place, objects in model.copies.items():
         for name, data in objects.items():
@@ -89,7 +92,9 @@ def _check_findings(world: World, model: Model) -> None:
     assert unfinished == set(model.unfinished), f"unfinished are {unfinished}, not {set(model.unfinished)}"
     assert removed == set(model.trash), f"removed are {removed}, not {set(model.trash)}"
     marked = told.pop("marked", set())
-    assert set(model.marked) <= marked, f"gc marked {marked}, not {set(model.marked)}"
+    # Of what others rest on a mark says nothing yet.
+    alone = {id for id in model.marked if not model.needers(id, lambda one: True)}
+    assert alone <= marked, f"gc marked {marked}, not {alone}"
     # A mark on what was closed or brought back since speaks of nothing any more; the next gc clears it away.
     assert not marked & set(model.committed), f"marks on checkpoints: {marked}"
     removing = told.pop("removing", set())

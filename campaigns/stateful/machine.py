@@ -1,9 +1,12 @@
 """Random histories of the whole product, and a model of what must be true of them.
 
-Training processes save, crash at crash points, resume, roll back, take over and fork; a person removes, brings back,
-pins, copies directories and collects garbage; bits rot. A model of a few dictionaries says what must be true. After
-every step everything is verified, and the findings are exactly those that the model expects; `latest` is what an
-independent statement of I4 says; every checkpoint that the model holds whole loads bit for bit.
+Training processes save (plain or encoded), crash at crash points, resume, roll back, take over and fork. A person
+removes, brings back, pins, copies directories and collects garbage (`operator_rules`), and rolls back, forks, copies,
+renames, retains, repairs, notes and restores (`history_rules`). Bits rot, and clocks are wrong.
+
+A model of a few dictionaries says what must be true. After every step everything is verified, and the findings are
+exactly those that the model expects; `latest` is what an independent statement of I4 says; every checkpoint that the
+model holds whole loads bit for bit.
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from campaigns.stateful.operator_rules import OperatorRules, counted
+from campaigns.stateful.history_rules import HistoryRules
+from campaigns.stateful.operator_rules import counted
 from campaigns.stateful.world import Gone, Process, crashing
 from tenuto.errors import RunInUse, Superseded, TenutoError
 from tenuto.maintenance import retention
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import keep
+from tenuto.policy.encoding import Preset
 
 RUNS = ("main", "side")
+ENCODINGS: tuple[Preset, ...] = ("plain", "plain", "dedupe", "small")
 SAVE_POINTS = (
     "save begun",
     "pack durable, index not yet",
@@ -29,14 +35,16 @@ SAVE_POINTS = (
 )
 
 
-class Product(OperatorRules):
+class Product(HistoryRules):
     """One history."""
-
-    runs = RUNS
 
     def __init__(self) -> None:
         super().__init__()
         self.alive: list[Process] = []
+
+    @property
+    def runs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*RUNS, *sorted({run for run, _ in self.model.parents} - set(RUNS)))
 
     def teardown(self) -> None:
         for process in self.alive:
@@ -48,11 +56,26 @@ class Product(OperatorRules):
         top = self.model.highest(run)
         return next((one for one in self.alive if one.run == run and one.attempt == top and top), None)
 
+    def _let_end(self, run: str) -> None:
+        owner = self._owner(run)
+        if owner is not None:
+            counted["close"] += 1
+            owner.close()
+            self._bury(owner)
+
     # -- processes -------------------------------------------------------------------------------------------------
 
-    @rule(run=st.sampled_from(RUNS), back=st.integers(0, 2), fresh=st.booleans(), takeover=st.booleans())
-    def resume(self, run: str, back: int, fresh: bool, takeover: bool) -> None:
-        """A process starts: from `latest`, from an older step, or afresh. It claims at once, by its first save."""
+    @rule(
+        data=st.data(),
+        back=st.integers(0, 2),
+        fresh=st.booleans(),
+        takeover=st.booleans(),
+        encoding=st.sampled_from(ENCODINGS),
+    )
+    def resume(self, data: st.DataObject, back: int, fresh: bool, takeover: bool, encoding: Preset) -> None:
+        """A process starts: from `latest`, from an older step, or afresh. It claims at once, by its first save.
+        Its clock may be hours wrong."""
+        run, ahead = data.draw(st.tuples(st.sampled_from(self.runs), st.sampled_from((0, 0, 0, 2, -2))))
         line = [id for id in self.model.walk(run) if id.run == run]
         whole = [id for id in self.model.walk(run) if id not in self.model.damaged]
         wanted = line[back] if 0 < back < len(line) else None
@@ -65,7 +88,7 @@ class Product(OperatorRules):
             return  # the line of training lost its beginning: it is never started from scratch silently
         start_afresh = fresh and back == 2 and wanted is None
         counted["resume from a step" if wanted else "resume afresh" if start_afresh else "resume"] += 1
-        process = Process(self.world, run)
+        process = Process(self.world, run, encoding=encoding, ahead_s=ahead * 3600.0)
         choice: Any = wanted.step if wanted else None if start_afresh else "latest"
         parent = process.open(choice, takeover=takeover)
         expected = wanted if wanted else None if start_afresh else (whole[0] if whole else None)
@@ -92,7 +115,7 @@ class Product(OperatorRules):
         before = self.model.highest(process.run)
         crashed = False
         try:
-            with crashing(process, point):
+            with crashing(process.store, point):
                 id = process.save()
         except Superseded:
             assert superseded, "nobody has claimed over it"
@@ -111,9 +134,9 @@ class Product(OperatorRules):
             self.model.claim(process.run, process.attempt, parent)
         id = id or CheckpointId(process.run, process.attempt, process.step)
         if not crashed or point == SAVE_POINTS[-1]:
-            self.model.commit(id, value)
+            self._commit(id, value, self.world.wall_s)
         else:
-            self.model.unfinished[id] = None
+            self._begun(id)
         if crashed:
             counted[f"crash: {point}"] += 1
             self._bury(process)
@@ -123,9 +146,15 @@ class Product(OperatorRules):
         self.alive.remove(process)
 
     @precondition(lambda self: self.alive)
-    @rule(data=st.data(), count=st.integers(1, 3), point=st.sampled_from((None, None, None, *SAVE_POINTS)))
-    def save(self, data: st.DataObject, count: int, point: str | None) -> None:
+    @rule(
+        data=st.data(),
+        count=st.integers(1, 4),
+        hours=st.sampled_from((0, 0, 1)),
+        point=st.sampled_from((None, None, None, *SAVE_POINTS)),
+    )
+    def save(self, data: st.DataObject, count: int, hours: int, point: str | None) -> None:
         process = data.draw(st.sampled_from(self.alive))
+        self.world.advance(hours)
         for _ in range(count - 1):
             if process in self.alive:
                 counted["save"] += 1
@@ -191,7 +220,8 @@ class Product(OperatorRules):
             assert id not in protected, "I7"
             assert id not in line[:n], "the policy keeps it"
             self._removed(id)
-            assert id not in line or id not in self.model.trash, "what is on the line of training is freed at once"
+            at_once = id not in self.model.trash or id in self.model.waiting
+            assert id not in line or at_once, "what is on the line of training is freed at once"
 
     # -- accidents -------------------------------------------------------------------------------------------------
 
@@ -207,14 +237,32 @@ class Product(OperatorRules):
         """Flips one bit of one of the checkpoint's files."""
         files = [name for name in self.world.names(id.directory) if "rank-" in name or name == id.manifest]
         name, at, bit = data.draw(st.tuples(st.sampled_from(files), st.integers(0, 10**4), st.integers(0, 7)))
-        if name.endswith(".safetensors"):
-            # `load` leaves out what belonged to one process alone: the bit is the header's or the weights'.
-            state = self.model.committed.get(id) or self.model.trash[id]
-            weights = self.world.store.place.objects[name][0].find(state["w"].tobytes())
-            at = at % 4096 if bit % 2 else weights + at % state["w"].nbytes
+        harmed = [id]
+        if name in self.model.flips:
+            return
+        if name.endswith((".safetensors", ".pack")):
+            # `load` leaves out what belonged to one process alone: the bit is the header's or the weights'. Who rests
+            # on the file needs no header.
+            others = sorted(self.model.needers(id, lambda one: False))
+            chunks = (
+                [one for one in self.world.places(id, "w", "frozen") if one[0] == name]
+                if id not in self.model.trash
+                else []
+            )
+            if not chunks and (others or id in self.model.trash):
+                return
+            if bit % 2 and not others:
+                at %= 4096
+            else:
+                _, start, length = chunks[at % len(chunks)]
+                at = start + at % length
+                harmed += [one for one in others if one not in self.model.trash and self.world.uses(one, name, at)]
         self.world.flip(name, at, bit)
-        self.model.damaged[id] = {name}
         self.model.flips[name] = (at, bit)
+        if name == id.manifest:
+            self.model.bases[id] = self.world.begun_bases(id)  # what it rests on is asked there then
+        for one in harmed:
+            self.model.damaged.setdefault(one, set()).add(name)
 
     @precondition(lambda self: self.model.flips)
     @rule(data=st.data())
@@ -222,9 +270,8 @@ class Product(OperatorRules):
         """A person puts back the right bytes, from elsewhere."""
         name = data.draw(st.sampled_from(sorted(self.model.flips)))
         counted["mend"] += 1
-        self.world.flip(name, *self.model.flips.pop(name))
-        for id in [id for id, names in self.model.damaged.items() if name in names]:
-            del self.model.damaged[id]
+        self.world.flip(name, *self.model.flips[name])
+        self._whole_again(name)
 
     def _vanished(self) -> list[CheckpointId]:
         return [id for id in self.model.committed if not self.world.repo.exists(id)]

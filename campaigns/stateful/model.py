@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,14 @@ class Model:
     copies: dict[str, dict[str, bytes]] = field(default_factory=dict)
     removing: set[CheckpointId] = field(default_factory=set)
     """Whose removal a process has begun that died then: its tombstone may still be there."""
+    bases: dict[CheckpointId, frozenset[CheckpointId]] = field(default_factory=dict)
+    """In whose data files a save's bytes lie beside its own, as it says itself."""
+    waiting: set[CheckpointId] = field(default_factory=set)
+    """What retention has removed without a grace, and lies in the trash because others rest on it."""
+    created: dict[CheckpointId, float] = field(default_factory=dict)
+    """By the clock of who saved it, in seconds."""
+    verified: set[CheckpointId] = field(default_factory=set)
+    texts: dict[CheckpointId, list[str]] = field(default_factory=dict)
 
     def highest(self, run: str) -> int:
         return max((number for name, number in self.parents if name == run), default=0)
@@ -58,9 +66,40 @@ class Model:
         return there[0] if there else None
 
     def protected(self) -> set[CheckpointId]:
-        """I7: what `latest` means in any run, and what is pinned."""
-        runs = {run for run, _ in self.parents}
-        return set(self.pins.values()) | {id for run in runs for id in list(self.walk(run))[:1]}
+        """I7: of the line of each run the first, the first of its own, and the first of either that was verified; and
+        what is pinned."""
+        found = set(self.pins.values())
+        for run in {run for run, _ in self.parents}:
+            line = list(self.walk(run))
+            own = [id for id in line if id.run == run]
+            for some in (line, own):
+                found.update([*some[:1], *[id for id in some if id in self.verified][:1]])
+        return found
+
+    def needers(self, id: CheckpointId, living: Callable[[CheckpointId], bool]) -> set[CheckpointId]:
+        """Who rests on its data files: checkpoints, also in the trash, and saves that may still be under way."""
+        there = {*self.committed, *self.trash, *(one for one in self.unfinished if living(one))}
+        return {one for one in there if id in self.bases.get(one, ())}
+
+    def kept(self, run: str, rule: str, n: int) -> set[CheckpointId]:
+        """What a rule of retention keeps, as far as nothing is damaged; of what is, nothing is said."""
+        newest_first = sorted(self.of_run(run), reverse=True)
+        line = [id for id in self.walk(run) if id.run == run]
+        if rule == "latest":
+            found = [*line, *(id for id in newest_first if id not in line)][:n]
+        elif rule == "attempt":
+            found = list({id.attempt: id for id in newest_first}.values())
+        else:
+            # Ages count from the older one of the two newest; of each hour the first that was saved, the line's before
+            # what was left behind.
+            now_s = min(self.created[id] for id in newest_first[:2])
+            if rule == "within":
+                found = [id for id in newest_first if self.created[id] >= now_s - n * 3600]
+            else:
+                left = sorted((id for id in newest_first if id not in line), key=lambda id: (id.attempt, -id.step))
+                hours = {self.created[id] // 3600: id for id in [*left, *line]}
+                found = [id for hour, id in hours.items() if hour > now_s // 3600 - n]
+        return set(found) - self.damaged.keys()
 
     def check_state(self, id: CheckpointId, state: Any) -> None:
         assert same(state, self.committed[id]), f"I5: {id} came back with other values than were saved"
@@ -82,20 +121,35 @@ class Model:
     def bring_back(self, id: CheckpointId) -> None:
         self.committed[id] = self.trash.pop(id)
         self.marked.pop(id, None)
+        self.waiting.discard(id)
 
     def grace_left_s(self, id: CheckpointId, now_s: float, grace_s: float) -> float:
         return grace_s - (now_s - self.marked[id]) if id in self.marked else grace_s
 
-    def collect(self, now_s: float, grace_s: float, dead: set[str]) -> None:
+    def collect(self, now_s: float, grace_s: float, dead: set[str], *, now: bool = False) -> None:
         """Gc marks what has no mark, and deletes once the grace is over; an hour later what can be brought back. What a
-        living owner's attempt may still be writing is left alone."""
-        for id in [*self.trash, *self.unfinished]:
-            if id in self.unfinished and id.run not in dead and id.attempt == self.highest(id.run):
-                continue
-            if id not in self.marked:
-                self.marked[id] = now_s
-            elif now_s - self.marked[id] >= grace_s + (MARGIN_S if id in self.trash else 0):
+        living owner's attempt may still be writing is left alone, and so is what others rest on that stay.
+
+        `now`: it waits for nothing, but leaves the newest of each run that has nothing else."""
+
+        def living(id: CheckpointId) -> bool:
+            return id.run not in dead and id.attempt == self.highest(id.run)
+
+        def is_due(id: CheckpointId) -> bool:
+            margin_s = MARGIN_S if id in self.trash else 0
+            aged = id in self.marked and now_s - self.marked[id] >= grace_s + margin_s
+            return now or aged or (id in self.waiting and id in self.marked)
+
+        lost = {id.run for id in self.trash} - {id.run for id in self.committed}
+        last = {max(id for id in self.trash if id.run == run) for run in lost} if now else set()
+        going = {id for id in self.unfinished if not living(id)} | self.trash.keys() - last
+        while stays := {id for id in going if self.needers(id, living) - {one for one in going if is_due(one)}}:
+            going -= stays
+        for id in going:
+            if is_due(id):
                 self._drop(id)
+            elif id not in self.marked:
+                self.marked[id] = now_s
 
     def forget(self, id: CheckpointId) -> None:
         """Retention has freed it."""
@@ -106,5 +160,9 @@ class Model:
         self.trash.pop(id, None)
         self.unfinished.pop(id, None)
         self.marked.pop(id, None)
+        self.bases.pop(id, None)
+        self.waiting.discard(id)
+        self.verified.discard(id)
         for name in self.damaged.pop(id, set()):
-            self.flips.pop(name, None)
+            if name.startswith(f"{id.directory}/"):
+                self.flips.pop(name, None)

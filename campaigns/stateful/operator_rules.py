@@ -16,10 +16,11 @@ from campaigns.stateful.model import Model
 from campaigns.stateful.world import simulated_world
 from tenuto.errors import CorruptionError, RemovalRefused, RepositoryError
 from tenuto.maintenance import gc, remove, undelete
-from tenuto.maintenance.census import mark_directory
+from tenuto.maintenance.census import census_of, mark_directory
+from tenuto.maintenance.marks import valid_marks
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import object_names
-from tenuto.repo.refs import clear_ref, put_ref
+from tenuto.repo.refs import KINDS, Kind, clear_ref, put_ref
 
 counted: Counter[str] = Counter()
 """How often each rule has been at work, and how often a crash struck where: for the campaign's account."""
@@ -74,11 +75,37 @@ class OperatorRules(RuleBasedStateMachine):
     def _removed(self, id: CheckpointId) -> None:
         """It is gone, or lies in the trash, and is marked unless its remover died before that."""
         if not self.world.names(object_names.trash_directory(id)):
+            assert not self.model.needers(id, lambda one: False), f"{id} was freed, and others rest on it"
             self.model.forget(id)
             return
         self.model.remove(id)
         if self.world.names(mark_directory(id)):
             self.model.marked[id] = self.world.now_s
+            if any(mark.by == "needed" for mark in valid_marks(self.world.repo, census_of(self.world.repo, id))):
+                counted["removed, and needed"] += 1
+                self.model.waiting.add(id)
+
+    def _commit(self, id: CheckpointId, state: Any, created_s: float) -> None:
+        self.model.commit(id, state)
+        self.model.created[id] = created_s
+        self.model.bases[id] = frozenset(self.world.repo.manifest(id).bases)
+        for name, (at, _) in self.model.flips.items():
+            if self.world.uses(id, name, at):  # what it has named instead of writing it had rotted by then
+                self.model.damaged.setdefault(id, set()).add(name)
+
+    def _begun(self, id: CheckpointId) -> None:
+        """Its process died in the save."""
+        self.model.unfinished[id] = None
+        self.model.bases[id] = self.world.begun_bases(id)
+
+    def _whole_again(self, name: str) -> None:
+        self.model.flips.pop(name, None)
+        for id, names in list(self.model.damaged.items()):
+            names.discard(name)
+            if not names:
+                del self.model.damaged[id]
+                if name == id.manifest and id in self.model.committed:
+                    self.model.bases[id] = frozenset(self.world.repo.manifest(id).bases)
 
     @precondition(lambda self: self.model.trash)
     @rule(data=st.data(), hours=st.sampled_from((0, 0, 5, 11)), rotten=st.booleans())
@@ -90,7 +117,7 @@ class OperatorRules(RuleBasedStateMachine):
             counted["rot in the trash"] += 1
             self._rot(data, id)
         self.world.operator()
-        self.world.store.advance(hours * 3600)
+        self.world.advance(hours)
         left = self.model.grace_left_s(id, self.world.now_s, GRACE_S)
         may = left > 0 and id not in self.model.damaged
         try:
@@ -106,27 +133,27 @@ class OperatorRules(RuleBasedStateMachine):
     def collect(self, hours: int) -> None:
         counted["gc"] += 1
         self.world.operator()
-        self.world.store.advance(hours * 3600)
+        self.world.advance(hours)
         gc.execute(self.world.repo, gc.plan_gc(self.world.repo, grace_s=GRACE_S))
         dead = {run for run in self.runs if self._owner(run) is None}
         self.model.collect(self.world.now_s, GRACE_S, dead)
 
     @precondition(lambda self: self.model.committed)
-    @rule(data=st.data(), kind=st.sampled_from(("pin", "tag")))
-    def point_at(self, data: st.DataObject, kind: str) -> None:
+    @rule(data=st.data(), kind=st.sampled_from(KINDS))
+    def point_at(self, data: st.DataObject, kind: Kind) -> None:
         id = data.draw(st.sampled_from(sorted(self.model.committed)))
         counted[kind] += 1
         self._point(id, kind)
 
-    def _point(self, id: CheckpointId, kind: str) -> None:
+    def _point(self, id: CheckpointId, kind: Kind) -> None:
         self.world.operator()
-        put_ref(self.world.repo, "pin" if kind == "pin" else "tag", "one", id)
+        put_ref(self.world.repo, kind, "one", id)
         self.model.pins[kind] = id
 
     @precondition(lambda self: self.model.pins)
-    @rule(kind=st.sampled_from(("pin", "tag")))
-    def let_go(self, kind: str) -> None:
-        clear_ref(self.world.repo, "pin" if kind == "pin" else "tag", "one")
+    @rule(kind=st.sampled_from(KINDS))
+    def let_go(self, kind: Kind) -> None:
+        clear_ref(self.world.repo, kind, "one")
         self.model.pins.pop(kind, None)
 
     @precondition(lambda self: self.model.committed and len(self.model.copies) < 3)

@@ -10,28 +10,35 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from campaigns.recorded_jobs import Faster, quiet, save_stages
-from campaigns.simulated_processes import Processes
+from campaigns.simulated_processes import Processes, replacing
+from tenuto.codec.chunk_map import ChunkMap
 from tenuto.crashpoints import armed
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import keep
+from tenuto.policy.encoding import Preset
 from tenuto.policy.save import every
+from tenuto.repo.format.object_names import begin_name
+from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.ownership import owner_watch
 from tenuto.repo.ownership.claim import Attempt, claim
 from tenuto.repo.ownership.owner_watch import OwnerWatch
-from tenuto.repo.repository import Repo
+from tenuto.repo.repository import Repo, now_text
 from tenuto.store.memory import MemoryStore, SharedObjects
 from tenuto.training import exit_status, run_registry
 from tenuto.training.checkpointer import Checkpointer
+from tenuto.training.retention_worker import RetentionWorker
 
 _names = itertools.count()
 NEVER = 10**9
 CHUNK = 64
+BEGINNING_S = 1_700_000_000.0
 
 
 class Gone(BaseException):
@@ -63,11 +70,13 @@ class MortalStore(MemoryStore):
 class Process:
     """One trainer. `attempt`: the number it has claimed, 0 before. A fork of a run trains without a Checkpointer."""
 
-    def __init__(self, world: World, run: str) -> None:
-        self.world, self.run = world, run
+    def __init__(self, world: World, run: str, *, encoding: Preset = "plain", ahead_s: float = 0.0) -> None:
+        """`ahead_s`: how far its clock is."""
+        self.world, self.run, self.encoding, self.ahead_s = world, run, encoding, ahead_s
         self.number = world.processes.start()
         self.store = MortalStore(world.store.name)
-        self.state: dict[str, Any] = {"w": np.zeros(6, np.float32), "n": 0, "text": ""}
+        frozen = np.arange(4 * CHUNK, dtype=np.uint8)
+        self.state: dict[str, Any] = {"w": np.zeros(6, np.float32), "frozen": frozen, "n": 0, "text": ""}
         self.ckpt: Checkpointer | None = None
         self.claimed: Attempt | None = None
         self.attempt = 0
@@ -75,6 +84,7 @@ class Process:
 
     def act(self) -> None:
         self.world.processes.current = self.number
+        self.world.ahead_s = self.ahead_s
 
     def open(self, resume_from: Any, *, takeover: bool) -> CheckpointId | None:
         """Restores; what was restored."""
@@ -87,6 +97,7 @@ class Process:
             keep=keep.latest(NEVER),
             resume_from=resume_from,
             takeover=takeover,
+            encoding=self.encoding,
         )
         restored = self.ckpt.restore()
         self.step = self.ckpt.step
@@ -177,15 +188,52 @@ class World:
         self.processes = Processes(first=100)
         self.store = MemoryStore(f"stateful-{os.getpid()}-{next(_names)}")
         self.repo = Repo.create_or_open(self.store, chunk_bytes=CHUNK)
-        self.stack = ExitStack()
+        self.hours = self.ahead_s = 0.0
 
     @property
     def now_s(self) -> float:
         return self.store.place.clock_ns / 1e9
 
+    @property
+    def wall_s(self) -> float:
+        """What the clock of who acts says, which is not the store's."""
+        return BEGINNING_S + self.hours * 3600 + self.ahead_s
+
+    def wall_text(self) -> str:
+        return datetime.fromtimestamp(self.wall_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+    def advance(self, hours: float) -> None:
+        self.hours += hours
+        self.store.advance(hours * 3600)
+
     def operator(self) -> None:
         """From now on somebody acts who trains nothing."""
         self.processes.current = 1
+        self.ahead_s = 0.0
+
+    def begun_bases(self, id: CheckpointId) -> frozenset[CheckpointId]:
+        data, _ = self.store.place.objects[begin_name(id)]
+        return frozenset(decode_begin(data, id, self.repo.id).bases)
+
+    def places(self, id: CheckpointId, *paths: str) -> list[tuple[str, int, int]]:
+        """Where the chunks of these leaves of a checkpoint lie, by default of all and what those are decoded from: the
+        object, the first byte and their number."""
+        manifest = self.repo.manifest(id)
+        index = self.repo.index(manifest, 0)
+        names = [f"{(pack.at or id).directory}/{pack.name}" for pack in index.packs]
+        chunks = ChunkMap.of(index)
+        rows = np.array([row for row, spec in enumerate(index.specs) if spec.path in paths], np.int64)
+        found = chunks.chunks(rows) if paths else chunks.all_stored()
+        return [
+            (names[pack], offset, stored)
+            for pack, offset, stored in zip(
+                found.pack.tolist(), found.offset.tolist(), found.stored.tolist(), strict=True
+            )
+        ]
+
+    def uses(self, id: CheckpointId, name: str, at: int) -> bool:
+        """Whether a byte of a data file is one that the checkpoint needs."""
+        return any(name == one and start <= at < start + length for one, start, length in self.places(id))
 
     def names(self, prefix: str = "") -> list[str]:
         return sorted(name for name in self.store.place.objects if name == prefix or name.startswith(f"{prefix}/"))
@@ -205,12 +253,12 @@ class World:
 
 
 @contextmanager
-def crashing(process: Process, point: str | None) -> Iterator[None]:
-    """Within the block the process dies when it reaches this crash point."""
+def crashing(store: MortalStore, point: str | None) -> Iterator[None]:
+    """Within the block the process with this store dies when it reaches this crash point."""
     if point is None:
         yield
         return
-    with armed(point, process.store.die):
+    with armed(point, store.die):
         yield
 
 
@@ -227,6 +275,9 @@ def simulated_world(seed: int) -> Iterator[World]:
         world = World()
         stack.enter_context(quiet(world.processes, seed))
         stack.enter_context(mock.patch.object(owner_watch, "Clock", lambda: Faster().clock()))
+        stack.enter_context(replacing(now_text, world.wall_text))
+        # Where the grace of what it has removed is over, it would empty the trash at a time that nobody can foresee.
+        stack.enter_context(mock.patch.object(RetentionWorker, "_empty_trash", lambda self, attempt: 0))
         threading.excepthook = hook
         standing = dict(exit_status._ending.failures)
         try:

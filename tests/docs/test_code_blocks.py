@@ -33,6 +33,7 @@ NOT_RUN = {
     "python": "is the reader's own script, or an example that another test runs",
     "torchrun": "starts several processes; tests/multiprocess runs these examples",
     "sbatch": "is Slurm's",
+    "kubectl": "is Kubernetes'",
 }
 """Commands that blocks show and that are not run, each with the reason."""
 

@@ -15,9 +15,9 @@ from support import loaded_interpreter
 SCRIPT = Path(__file__).parents[2] / "examples/train_gpt.py"
 
 
-def tenuto(*arguments: str) -> subprocess.CompletedProcess[str]:
+def tenuto(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     code = "from tenuto.cli import main; main()"
-    return loaded_interpreter.run(["-c", code, *arguments], torch=True, timeout=200)
+    return loaded_interpreter.run(["-c", code, *arguments], torch=True, timeout=timeout)
 
 
 def assert_nothing_sealed_is_lost(kept: Path, lost: list[int]) -> None:
@@ -72,6 +72,19 @@ def test_without_shared_memory_the_demo_says_so_and_comes_back_from_disk(tmp_pat
     assert done.returncode == 0, done.stderr
     assert "EQUAL" in done.stdout and "from memory" not in done.stdout
     assert "not in memory" in done.stdout and "shared memory cannot be used" in done.stdout
+
+
+def test_a_storm_of_a_few_faults_ends_bit_for_bit_as_a_training_without_them(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    arguments = ("--steps", "40", "--save-every", "4", "--json", "--keep", str(kept))
+    done = tenuto("demo", "--storm", *arguments, timeout=600)  # five starts of an interpreter with torch
+    assert done.returncode == 0, done.stderr
+    account = json.loads(done.stdout)
+    assert account["schema"] == "tenuto.demo.storm/1" and account["equal"] is True and account["leaves"] > 100
+    assert [one["kind"] for one in account["faults"]] == ["kill", "nan", "flipped byte"]
+    assert all(one["lost_s"] > 0 for one in account["faults"]) and 0 < account["ettr"] < 1
+    said = (kept / "output.txt").read_text()
+    assert "from memory" in said and "damaged" in said
 
 
 def test_the_script_to_take_home_goes_on_where_it_was(tmp_path: Path) -> None:

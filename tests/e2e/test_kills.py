@@ -63,3 +63,27 @@ def test_r2_twelve_kills_with_a_memory_tier(tmp_path: Path) -> None:
     assert account["flushes"]["killed"] >= 1 and len(account["kills_by_place"]) >= 4
     assert sum(sum(points.values()) for points in account["kills_at_named_points"].values()) >= 3
     assert account["steps_done_again"] < account["steps_done_again_from_the_store_alone"]
+
+
+@pytest.mark.campaign
+def test_r2_kills_under_the_supervisor_and_of_it(tmp_path: Path) -> None:
+    out = tmp_path / "account.json"
+    arguments = (
+        "--supervised",
+        "--kills",
+        "5",
+        "--per-round",
+        "5",
+        "--steps",
+        "60",
+        "--torch-every",
+        "0",
+        "--seed",
+        "4",
+    )
+    status, _, said = run("campaigns.kills", *arguments, "--json", str(out), timeout=300)
+    assert out.exists(), said
+    account: dict[str, Any] = json.loads(out.read_text())
+    assert status == 0 and account["equal"] is True and account["kills"] == 5, account
+    assert account["kills_of_the_supervisor"] + account["kills_of_both_at_once"] >= 1
+    assert account["restarts_by_a_supervisor"] >= 2 and account["resumed_from_memory"] >= 2

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 import tenuto
@@ -227,3 +228,96 @@ time.sleep(1000)
     done = finished(tmp_path, script, "--hang", "1s", "--in-vain", "1", "--restarts", "0", "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["starts"][0]["kind"]) == (124, "hung")
+
+
+COUNTING = """
+import os, numpy as np, tenuto, pathlib, time
+from tenuto import every, on
+state = {"w": np.zeros(100)}
+with tenuto.Checkpointer("ckpts", state, save=every(steps=10) | on.end() | on.signal(), memory=every(steps=1)) as ckpt:
+    for step in ckpt.steps(80):
+        state["w"] += step
+        pathlib.Path("new").write_text(f"{os.getpid()} {step}")
+        os.replace("new", "now")
+        time.sleep(0.02)
+print("w", state["w"][0])
+"""
+END = f"w {float(sum(range(80)))}\n"
+
+
+def now(directory: Path) -> tuple[int, int]:
+    """Returns the process that trains, and its step."""
+    if not (directory / "now").exists():
+        return 0, -1
+    pid, step = map(int, (directory / "now").read_text().split())
+    return pid, step
+
+
+def test_of_two_supervisors_of_one_run_one_trains_and_the_other_gives_up_and_names_it(tmp_path: Path) -> None:
+    wait = "        while step == 40 and not pathlib.Path('go').exists():\n            time.sleep(0.01)\n"
+    script = COUNTING.replace("        pathlib", f"{wait}        pathlib", 1)
+    first = started(tmp_path, script)
+    await_that(lambda: now(tmp_path)[1] > 2)
+    second = finished(tmp_path, script.replace("memory=", "wait_for_owner=0.5, memory="), "--in-vain", "2")
+    assert second.returncode == 1 and "2 starts in a row ended without a new step (RunInUse: " in second.stderr
+    (tmp_path / "go").touch()
+    out, err = first.communicate(timeout=100)
+    assert (first.returncode, out) == (0, END), err
+    assert tenuto.load(tmp_path / "ckpts").state["w"][0] == sum(range(80))
+
+
+@pytest.mark.parametrize("when", ["before a step", "in training", "between two starts"])
+def test_a_supervisor_that_is_killed_and_started_again_comes_to_the_same_end(tmp_path: Path, when: str) -> None:
+    script = COUNTING
+    if when == "between two starts":  # it waits before the second start, and nothing of it is left
+        script = "raise SystemExit(1)"
+    first = started(tmp_path, script)
+    if when == "before a step":
+        await_that(lambda: any(one["event"] == "started" for one in journal(tmp_path)))
+    elif when == "in training":
+        await_that(lambda: now(tmp_path)[1] > 5)
+    else:
+        await_that(lambda: any(one["event"] == "restarting" for one in journal(tmp_path)))
+    first.kill()
+    done = finished(tmp_path, COUNTING)
+    first.communicate(timeout=60)
+    assert (done.returncode, done.stdout) == (0, END), done.stderr
+    pids = [one["pid"] for one in journal(tmp_path) if one["event"] == "started"]
+    assert len(pids) >= 2 and not any(map(lives, pids))
+
+
+def journal(directory: Path) -> list[dict[str, object]]:
+    return events(directory) if (directory / "journal.jsonl").exists() else []
+
+
+def test_one_that_prints_gigabytes_is_neither_held_up_nor_kept_in_memory(tmp_path: Path) -> None:
+    script = """
+import os, sys
+block = b"x" * (1 << 20)
+for _ in range(2048):
+    os.write(1, block)
+"""
+    process = started(tmp_path, script)
+    assert process.stdout is not None
+    taken, most = 0, 0
+    while data := process.stdout.buffer.read(1 << 20):
+        taken += len(data)
+        if taken % (256 << 20) == 0:
+            most = max(most, psutil.Process(process.pid).memory_info().rss)
+    process.communicate(timeout=60)
+    assert (process.returncode, taken) == (0, 2 << 30) and most < 256 << 20
+
+
+def test_one_that_dies_within_a_second_is_waited_for_ever_longer_and_given_up(tmp_path: Path) -> None:
+    done = finished(tmp_path, "raise SystemExit(5)", "--in-vain", "3", "--json")
+    assert done.returncode == 5
+    waits = [one["after_s"] for one in events(tmp_path) if one["event"] == "restarting"]
+    assert waits == [1.0, 2.0]
+
+
+def test_one_that_leaves_before_its_last_step_with_status_zero_is_done_and_its_step_is_told(tmp_path: Path) -> None:
+    script = COUNTING.replace("        state", "        if step == 7:\n            break\n        state", 1)
+    done = finished(tmp_path, script, "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["restarts"], found["step"]) == (0, 0, 7)
+    assert "is not saved" in done.stderr or "was left before" in done.stderr

@@ -24,6 +24,7 @@ ENVIRONMENT_OF: Final = {
     "JAX": "jax",
     "TensorFlow": "tensorflow",
     "DCP": "torch",
+    "DeepSpeed": None,
     "Ray Train": None,
     "torchtitan": None,
 }

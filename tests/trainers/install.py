@@ -6,6 +6,7 @@ An environment that this machine cannot have leaves its reason in NAME.missing, 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ ENVIRONMENTS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
         ("keras==3.15.1", "h5py"),
     ),
     "tensorflow": (("tensorflow-cpu==2.21.0", "keras==3.15.1"),),
+    "deepspeed": ((TORCH, "safetensors>=0.8", "setuptools", "wheel"), ("deepspeed==0.19.8",)),
 }
 """Each environment's packages, installed one line after the other: with what came before as constraints."""
 
@@ -58,8 +60,9 @@ def install(name: str) -> str:
     for line in (*ENVIRONMENTS[name], COMMON):
         commands.append([*pip, *line])
     commands.append([*pip, "-e", str(ROOT)])
+    environ = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's operators are for GPUs, and need a compiler
     for command in commands:
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
         if ended.returncode:
             reason = (ended.stderr or ended.stdout).strip()[-2000:]
             (TRAINERS / f"{name}.missing").write_text(reason)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tenuto.api.migrate import IMPORTED, Rules, state_of
+from tenuto.api.migrate import IMPORTED, Rules, imported_before, state_of
 from tenuto.codec.chunk_map import chunk_starts, whole_chunks
 from tenuto.codec.digest import digest
 from tenuto.concurrency.worker_threads import parallel_for
@@ -80,7 +80,8 @@ def adopt(
     where: the repository; None: `source` itself becomes one, beside what lies there. Both lie in one file system.
     step: of a single checkpoint whose name and files tell none; without it the next one.
 
-    Each is adopted by itself, in the order of steps. Raises UsageError where the store cannot have a second name of a
+    Each is adopted by itself, in the order of steps; of several, those that the run has adopted before are passed over.
+    Raises UsageError where the store cannot have a second name of a
     file, Unserialisable for tensors that are not stored in one piece, and what reading and claiming raise.
     """
     source = Path(source)
@@ -100,7 +101,13 @@ def adopt(
             subject=repo.url,
             hint=typed("tenuto", "import", source, repo.url) + " copies instead",
         )
-    return [_adopt(repo, one, run, one.number if step is None else step) for one in found]
+    before = imported_before(repo, run) if len(found) > 1 and run in repo.runs() else {}
+    new = [one for one in found if one.number is None or before.get(one.number) != _origin(one)]
+    return [_adopt(repo, one, run, one.number if step is None else step) for one in new]
+
+
+def _origin(found: Found) -> dict[str, Any]:
+    return {"format": found.format.name, "name": found.path.name, "in_place": True}
 
 
 def _adopt(repo: Repo, found: Found, run: str, step: int | None) -> Checkpoint:
@@ -115,7 +122,7 @@ def _adopt(repo: Repo, found: Found, run: str, step: int | None) -> Checkpoint:
                 hint=f"another run (--run {run}-before), or another step (--step {newest.step + 1})",
             )
         plan = _Adoption(repo, state_of(reader, Rules()), found.path)
-        origin = {"format": found.format.name, "name": found.path.name, "in_place": True}
+        origin = _origin(found)
         attempt = claim_newest(repo, run, newest, newest, again=lambda: (newest, newest))
         try:
             save_id = secrets.token_hex(16)

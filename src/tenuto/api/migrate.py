@@ -34,7 +34,7 @@ from tenuto.errors import (
 from tenuto.events import Emitter, Warned
 from tenuto.formats.contract import BLOCK_BYTES, Reader, Tensor, leaves
 from tenuto.formats.convert import Renaming, converted, converts, overflowed, paths, renamed
-from tenuto.formats.series import Found, find
+from tenuto.formats.series import Found, find, passed_over
 from tenuto.model.ids import CheckpointId, check_run
 from tenuto.model.records import Manifest
 from tenuto.repo.keys import unlock
@@ -159,7 +159,8 @@ def plan_migration(
     newest = None if repo is None or run not in repo.runs() else latest(repo, run)
     planned: list[Planned] = []
     failed: list[tuple[Path, str]] = []
-    skipped: list[tuple[Path, str]] = []
+    unknown = "it is not of a known format" if format is None else f"it is not of the format {format}"
+    skipped: list[tuple[Path, str]] = [(path, unknown) for path in passed_over(source, found)]
     for one in found:
         try:
             planned.append(_planned(one, rules, step, newest if len(found) == 1 else None, alone=len(found) == 1))
@@ -168,7 +169,7 @@ def plan_migration(
                 raise
             failed.append((one.path, in_words(error)))
     by_step: dict[int, Planned] = {}
-    there = {} if repo is None or newest is None else _imported_before(repo, run)
+    there = {} if repo is None or newest is None else imported_before(repo, run)
     for new in sorted(planned, key=lambda one: (one.step, one.found.number is None)):
         first = by_step.setdefault(new.step, new)
         if first is not new:
@@ -234,7 +235,7 @@ def _origin(planned: Planned) -> dict[str, Any]:
     return {"format": planned.found.format.name, "name": planned.found.path.name, "bytes": planned.bytes}
 
 
-def _imported_before(repo: Repo, run: str) -> dict[int, Any]:
+def imported_before(repo: Repo, run: str) -> dict[int, Any]:
     """Returns what the checkpoints of a run were imported from, by step."""
     found = {}
     for attempt in repo.attempts(run):

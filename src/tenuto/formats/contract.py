@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import os
 import reprlib
+import threading
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,6 +171,43 @@ class RawTensor(Tensor):
 
     def read_into(self, out: Buffer, start: int = 0) -> None:
         self.file.read_into(out, self.offset + start)
+
+
+class SummedTensor(RawTensor):
+    """A tensor of whose bytes the file has a checksum. It is compared where they are read from the first to the last,
+    as conversions do; a read of a part does not look at the others."""
+
+    __slots__ = ("_at", "_crc", "_first", "_lock", "_name", "_now", "_sum")
+
+    def __init__(
+        self,
+        file: RawFile,
+        offset: int,
+        dtype: str,
+        shape: Sequence[int],
+        *,
+        name: str,
+        crc: int,
+        first: int = 0,
+        sum: Callable[[Any, int], int] = zlib.crc32,
+    ) -> None:
+        """`crc`: what `sum` makes of all bytes, begun with `first` (of what lies before them)."""
+        super().__init__(file, offset, dtype, shape, name=name)
+        self._crc, self._first, self._sum, self._name = crc, first, sum, name
+        self._at, self._now = 0, first
+        self._lock = threading.Lock()
+
+    def read_into(self, out: Buffer, start: int = 0) -> None:
+        super().read_into(out, start)
+        with self._lock:
+            if start == 0:
+                self._at, self._now = 0, self._first
+            if start != self._at:
+                return
+            self._now = self._sum(out, self._now)
+            self._at += len(out)
+            if self._at == self.nbytes and self._now != self._crc:
+                self.file.refuse(f"{self._name!r} is not what its checksum says")
 
 
 class ArrayTensor(Tensor):

@@ -3,10 +3,14 @@
 Each tensor is saved in boxes, each box as a small archive of `torch.save` somewhere in one of the files, with its
 values as they are. What is no tensor is such an archive too. `layout` also serves adoption in place, which needs to
 know where the bytes of each box lie.
+
+Megatron's `torch_dist` is such a directory with `metadata.json`, which says so, and `common.pt`, with what every rank
+has alike.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +26,8 @@ from tenuto.state.contract import Buffer
 
 WHAT: Final = "directory of torch.distributed.checkpoint"
 METADATA: Final = ".metadata"
+_MEGATRON: Final = "metadata.json"
+_COMMON: Final = "common.pt"
 MAX_DEPTH: Final = 90
 
 _CLASSES: Final = (
@@ -37,6 +43,7 @@ def _known() -> Known:
     found[f"{module}.metadata _MEM_FORMAT_ENCODING"] = _ignored
     found[f"{module}.filesystem _StorageInfo"] = record("_StorageInfo")
     found |= {"torch Size": tuple, "torch.serialization _get_layout": _ignored, "torch strided": Constant("strided")}
+    found["megatron.core.dist_checkpointing.strategies.torch MCoreMetadata"] = record("Metadata")  # up to 0.15
     for paths in ("pathlib", "pathlib._local"):  # of a checkpoint_id that was a path
         found |= {f"{paths} PosixPath": _ignored, f"{paths} WindowsPath": _ignored}
     return found
@@ -271,7 +278,7 @@ def _built(level: Any, path: Path) -> Any:
 
 def read(path: Path) -> Reader:
     """Opens a directory of DCP. Values that are no tensors are read at once."""
-    found, files = layout(path), Files(path)
+    found, files, megatron = layout(path), Files(path), _is_megatron(path)
     remarks: list[str] = []
     try:
         values: dict[tuple[str | int, ...], Any] = {}
@@ -281,10 +288,13 @@ def read(path: Path) -> Reader:
                 tensor.dtype, tensor.shape, pieces, path=path, what=WHAT, name=name
             )
         for name, piece in found.values.items():
-            value, said = files.archive(piece).load()
+            value, said = files.archive(piece).load(loose=megatron)
             values[found.names[name]] = value
             remarks += [f"{name}: {one}" for one in said]
-        tree = nested(values, path)
+        tree, step = nested(values, path), None
+        if megatron:
+            tree, step, said = _with_common(files, tree)
+            remarks += said
     except BaseException:
         files.close()
         raise
@@ -293,11 +303,44 @@ def read(path: Path) -> Reader:
         format="dcp",
         path=path,
         tree=tree,
-        kind="weights" if flat else "state",
+        kind="weights" if flat and not megatron else "state",
+        step=step,
         remarks=remarks,
         files=[path / METADATA, *sorted({path / p.file for p in _pieces(found)})],
         on_close=files.close,
     )
+
+
+def _is_megatron(path: Path) -> bool:
+    """Whether Megatron wrote it. Raises Unserialisable for its older backends."""
+    try:
+        with (path / _MEGATRON).open("rb") as file:
+            said = json.loads(file.read(1 << 16))
+    except FileNotFoundError:
+        return False
+    except (ValueError, RecursionError):
+        refuse(path, WHAT, f"{_MEGATRON} in it is not JSON")
+    backend = said.get("sharded_backend") if isinstance(said, dict) else None
+    if backend not in (None, "torch_dist"):
+        raise Unserialisable(
+            f"{path} was written by Megatron's backend {backend!s:.40}, which Tenuto does not read",
+            subject=str(path),
+            hint="load it with Megatron, and save it with --ckpt-format torch_dist",
+        )
+    return backend is not None
+
+
+def _with_common(files: Files, tree: Any) -> tuple[Any, int | None, list[str]]:
+    """Returns the state with what `common.pt` has (under the keys that it has alone), and the iteration. Its arguments
+    are objects of Python's own, and are left out by name, as is what only Megatron's classes could read."""
+    if not (files.path / _COMMON).is_file():
+        return tree, None, []
+    common, said = Archive(files.file(_COMMON)).load(loose=True)
+    if not isinstance(common, dict) or not isinstance(tree, dict):
+        refuse(files.path, WHAT, f"{_COMMON} in it holds no table of a training's state")
+    step = common.get("iteration")
+    merged = {**{key: value for key, value in common.items() if key not in tree and value is not None}, **tree}
+    return merged, step if type(step) is int and step >= 0 else None, [f"{_COMMON}: {one}" for one in said]
 
 
 def _pieces(found: Layout) -> list[Piece]:

@@ -11,13 +11,14 @@ import ast
 import io
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from tenuto.errors import Unserialisable, UsageError
-from tenuto.formats.contract import Content, RawFile, RawTensor, Reader, Tensor
+from tenuto.formats.contract import Content, RawFile, Reader, SummedTensor, Tensor
 from tenuto.formats.zip_members import Archive, DeflatedTensor
 from tenuto.state.contract import Buffer
 from tenuto.state.numpy_arrays import array_dtype, dtype_name, has_type
@@ -62,7 +63,8 @@ def _tensor(archive: Archive, member: str) -> Tensor:
         found = DeflatedTensor(archive, member, offset, name, stored)
     else:
         start = archive.members[member].start
-        found = RawTensor(file, start + offset, name, stored, name=member)
+        first, crc = zlib.crc32(file.read(start, offset)), archive.members[member].crc
+        found = SummedTensor(file, start + offset, name, stored, name=member, crc=crc, first=first)
         if offset + found.nbytes != archive.members[member].length:
             file.refuse(f"{member!r} has {archive.members[member].length - offset} bytes for {found!r}")
     if swapped:

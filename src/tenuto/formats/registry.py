@@ -185,6 +185,14 @@ def _is_tensorflow(path: Path) -> bool:
         return False
 
 
+def _is_deepspeed(path: Path) -> bool:
+    """A directory of ZeRO's partitions, or one that ds_to_universal has made of it."""
+    return path.is_dir() and (
+        next(path.glob("*zero_pp_rank_*_optim_states.pt"), None) is not None
+        or (path / "zero" / "optimizer_state.pt").is_file()
+    )
+
+
 _WEIGHTS_AND_TEXTS: Final = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 BUILT_IN: Final = (
@@ -238,6 +246,7 @@ BUILT_IN: Final = (
         writes=True,
     ),
     Format("npz", "a numpy archive", "tenuto.formats.npz", _is_npz, (".npz",), writes=True),
+    Format("deepspeed", "a checkpoint of DeepSpeed", "tenuto.formats.deepspeed", _is_deepspeed, directory=True),
     Format("torch", "a file of torch.save", "tenuto.formats.torch_file", _is_torch_file, (".pt", ".pth", ".ckpt")),
     Format("dcp", "a torch.distributed.checkpoint", "tenuto.formats.dcp", holds(".metadata"), directory=True),
 )

@@ -56,6 +56,19 @@ def find(path: Path, format: str | None = None) -> list[Found]:
     return [Found(path, own, _number(path))]
 
 
+def passed_over(source: Path, found: list[Found]) -> list[Path]:
+    """Returns what lies in a directory of several checkpoints under a number that no checkpoint found there has: it is
+    of no format that is known, or not of the one that was asked for."""
+    if not source.is_dir() or any(one.path == source for one in found):
+        return []
+    numbers, paths = {one.number for one in found}, {one.path for one in found}
+    return sorted(
+        child
+        for child in source.iterdir()
+        if child not in paths and not child.name.startswith(".") and _number(child) not in (None, *numbers)
+    )
+
+
 def _format(path: Path, wanted: Format | None) -> Format | None:
     found = detect(path) if wanted is None else wanted if wanted.detects(path) else None
     return found if found is not None and found.reads else None

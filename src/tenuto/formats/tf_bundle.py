@@ -7,13 +7,13 @@ Source: tensorflow/core/util/tensor_bundle, tensor_bundle.proto, tensorflow/tsl/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from tenuto.errors import UsageError, typed
-from tenuto.formats.contract import Content, RawFile, RawTensor, Reader
+from tenuto.formats.contract import Content, RawFile, RawTensor, Reader, SummedTensor
 
 _WHAT: Final = "bundle of TensorFlow's"
 _MAGIC: Final = 0xDB4775248B80FB57.to_bytes(8, "little")
@@ -61,7 +61,7 @@ def read(path: Path) -> Reader:
             if shard >= count:
                 index.refuse(f"{name!r} lies in shard {shard} of {count}")
             shape = _shape(index, fields.get(2, b""))
-            tensor = RawTensor(shards[shard], _number(fields.get(4, 0)), kind, shape, name=name)
+            tensor = _summed(RawTensor(shards[shard], _number(fields.get(4, 0)), kind, shape, name=name), name, fields)
             if tensor.nbytes != _number(fields.get(5, 0)):
                 index.refuse(f"{name!r} has {_number(fields.get(5, 0))} bytes for {tensor!r}")
             _put(index, tree, name.removesuffix(_VALUE), tensor)
@@ -78,6 +78,25 @@ def read(path: Path) -> Reader:
         files=(path, *(one.path for one in shards)),
         on_close=lambda: _close(index, shards),
     )
+
+
+def _summed(tensor: RawTensor, name: str, fields: dict[int, int | bytes]) -> RawTensor:
+    """Returns the tensor with its checksum, where a library computes it: in Python alone it takes 100 ns a byte."""
+    crc32c, stored = _crc32c(), fields.get(6)
+    if crc32c is None or not isinstance(stored, bytes):
+        return tensor
+    masked = (int.from_bytes(stored, "little") - _MASK) & 0xFFFFFFFF
+    crc = (masked << 15 | masked >> 17) & 0xFFFFFFFF
+    return SummedTensor(tensor.file, tensor.offset, tensor.dtype, tensor.shape, name=name, crc=crc, sum=crc32c)
+
+
+@cache
+def _crc32c() -> Callable[[Any, int], int] | None:
+    try:
+        import google_crc32c
+    except ImportError:
+        return None
+    return lambda data, before: int(google_crc32c.extend(before, data.tobytes()))
 
 
 def _close(index: RawFile, shards: list[RawFile]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -17,8 +19,17 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from tenuto.errors import Unserialisable, typed
-from tenuto.formats.contract import ArrayTensor, RawFile, RawTensor, Reader, Tensor, check_shape, run_boxes
-from tenuto.formats.pickles import PLAIN, Constant, Known, Unknown, resolved, unpickle
+from tenuto.formats.contract import (
+    ArrayTensor,
+    RawFile,
+    RawTensor,
+    Reader,
+    SummedTensor,
+    Tensor,
+    check_shape,
+    run_boxes,
+)
+from tenuto.formats.pickles import PLAIN, Constant, Known, Record, Unknown, resolved, unpickle
 from tenuto.model.leaf import DTYPES, dtype
 from tenuto.state.contract import Buffer
 
@@ -27,6 +38,9 @@ LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 LIGHTNING: Final = "pytorch-lightning_version"
 _LOOSE: Final = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks", "hparams_type")
 """Entries of a Lightning checkpoint in which users' own objects lie: those are left out, with a remark."""
+STRIP_BYTES: Final = 32 << 20
+_CLOSE_BYTES: Final = 4 << 10
+"""What is read at once, although most of it belongs to other items."""
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 
 _STORAGES: Final = {
@@ -50,43 +64,100 @@ _ATTRIBUTE_DICTS: Final = (
     "pytorch_lightning.utilities.parsing",
 )
 
+_PLAIN_TENSOR: Final = Constant("torch.Tensor")
 DTYPE_NAMES: Final[Known] = {f"torch {name}": Constant(f"torch.{name}") for name in DTYPES}
 
 
 class _Storage:
     """Bytes in the archive. `dtype`: of its items, uint8 of an untyped one; `count`: how many."""
 
-    __slots__ = ("count", "dtype", "offset")
+    __slots__ = ("count", "dtype", "name", "offset")
 
-    def __init__(self, offset: int, dtype: str, count: int) -> None:
+    def __init__(self, name: str, offset: int, dtype: str, count: int) -> None:
+        self.name = name
         self.offset = offset
         self.dtype = dtype
         self.count = count
 
 
+class _Strips:
+    """The part of a strided tensor that was read last, kept for the next read of what lies beside it. One for a file:
+    whoever reads tensors one after the other needs no more memory than that."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.of: object = None
+        self.start = 0
+        self.data: Buffer = np.empty(0, np.uint8)
+
+
 class StridedTensor(Tensor):
-    """A tensor whose items do not lie one after the other: a transposed one, or one column of a larger one."""
+    """A tensor whose items do not lie one after the other: a transposed one, or one column of a larger one.
 
-    __slots__ = ("file", "offset", "strides")
+    Of a transposed one, rows that are read one after the other lie all over the file; so it is read in strips of many
+    rows, each byte once.
+    """
 
-    def __init__(self, file: RawFile, offset: int, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> None:
+    __slots__ = ("_strips", "file", "offset", "strides")
+
+    def __init__(
+        self,
+        file: RawFile,
+        offset: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        *,
+        strips: _Strips | None = None,
+    ) -> None:
         """`strides`: in bytes."""
         super().__init__(dtype, shape)
         self.file = file
         self.offset = offset
         self.strides = tuple(strides)
+        self._strips = strips or _Strips()
 
     def read_into(self, out: Buffer, start: int = 0) -> None:
+        strips, strip = self._strips, STRIP_BYTES // self.itemsize * self.itemsize
+        done = 0
+        while done < len(out):
+            at = start + done
+            first = at // strip * strip
+            count = min(first + strip - at, len(out) - done)
+            with strips.lock:
+                if strips.of is not self or strips.start != first:
+                    length = min(strip, self.nbytes - first)
+                    if len(strips.data) < length:
+                        strips.data = np.empty(length, np.uint8)
+                    strips.of = None
+                    self._read(strips.data[:length], first)
+                    strips.of, strips.start = self, first
+                np.copyto(out[done : done + count], strips.data[at - first : at - first + count])
+            done += count
+
+    def _read(self, out: Buffer, start: int) -> None:
         size, at = self.itemsize, 0
         for box in run_boxes(self.shape, start // size, (start + len(out)) // size):
-            first = sum(map(int.__mul__, box.offsets, self.strides))
-            last = sum((length - 1) * stride for length, stride in zip(box.shape, self.strides, strict=True))
-            data = np.empty(last + size, np.uint8)
-            self.file.read_into(data, self.offset + first)
-            items = np.ndarray(box.shape, f"V{size}", data, 0, self.strides)
             nbytes = box.size * size
-            np.copyto(np.ndarray(box.shape, f"V{size}", out[at : at + nbytes]), items)
+            first = sum(map(int.__mul__, box.offsets, self.strides))
+            self._fill(np.ndarray(box.shape, f"V{size}", out[at : at + nbytes]), self.offset + first)
             at += nbytes
+
+    def _fill(self, target: np.ndarray[Any, Any], first: int) -> None:
+        """Reads a box whose first item is at byte `first`: at once where it lies close together, else in parts along
+        the axis with the longest steps."""
+        size, shape = self.itemsize, target.shape
+        last = sum((length - 1) * stride for length, stride in zip(shape, self.strides, strict=True))
+        if last + size <= max(2 * target.size * size, _CLOSE_BYTES):
+            data = np.empty(last + size, np.uint8)
+            self.file.read_into(data, first)
+            np.copyto(target, np.ndarray(shape, f"V{size}", data, 0, self.strides))
+            return
+        axis = max((axis for axis, length in enumerate(shape) if length > 1), key=self.strides.__getitem__)
+        step = max(min(_CLOSE_BYTES // self.strides[axis], shape[axis] // 2), 1)
+        before = (slice(None),) * axis
+        for begin in range(0, shape[axis], step):
+            self._fill(target[(*before, slice(begin, begin + step))], first + begin * self.strides[axis])
 
 
 class BytesFile(RawFile):
@@ -144,6 +215,7 @@ class Archive:
     def __init__(self, file: RawFile, start: int = 0, length: int | None = None) -> None:
         """CorruptionError where it is no such archive, or one that lies about itself."""
         self.file = file
+        self._strips = _Strips()
         self._start = start
         self._length = file.length - start if length is None else length
         if start < 0 or self._length < 0 or start + self._length > file.length:
@@ -155,6 +227,7 @@ class Archive:
             file.refuse(f"its zip archive cannot be read: {error}")
         self.members: dict[str, tuple[int, int]] = {}
         """The first byte in the file and the length of each, by its name behind the archive's own directory."""
+        self._crcs: dict[str, int] = {}
         end = 0
         for member in sorted(members, key=lambda member: member.header_offset):
             name = member.filename.partition("/")[2]
@@ -165,6 +238,7 @@ class Archive:
                 file.refuse(f"the member {member.filename[:80]!r} overlaps another, or reaches beyond the archive")
             end = begin + member.file_size
             self.members[name] = (start + begin, member.file_size)
+            self._crcs[name] = member.CRC
         if self.text("byteorder", "little") != "little":
             file.refuse("its numbers are big-endian, which is not supported")
         if "data.pkl" not in self.members or "constants.pkl" in self.members:
@@ -184,14 +258,25 @@ class Archive:
         return member.header_offset + _LOCAL_HEADER.size + int(name_length) + int(extra_length)
 
     def data(self, name: str) -> bytes:
-        return self.file.read(*self.members[name])
+        found = self.file.read(*self.members[name])
+        if self.has_checksums and zlib.crc32(found) != self._crcs[name]:
+            self.file.refuse(f"its member {name!r} is not what its checksum says")
+        return found
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether it was written with them: `torch.serialization.set_crc32_options(False)` leaves zeros."""
+        return any(self._crcs.values())
 
     def text(self, name: str, default: str) -> str:
         return self.data(name).decode("ascii", "replace").strip() if name in self.members else default
 
-    def load(self, *, constants: bool = False) -> tuple[Any, list[str]]:
+    def load(
+        self, *, constants: bool = False, known: Known | None = None, loose: bool = False
+    ) -> tuple[Any, list[str]]:
         """Returns what was saved, and remarks. Raises Unserialisable for a class or function that is no plain value and
-        no tensor, by its name. `constants`: element types and devices stay Constants, for whoever has torch."""
+        no tensor, by its name; with `loose` it is left out, with a remark. `constants`: element types and devices stay
+        Constants, for whoever has torch. `known`: more names that the pickle may use; a Record becomes its fields."""
         made: dict[tuple[Any, ...], Tensor] = {}
         file = self.file
 
@@ -207,7 +292,7 @@ class Archive:
             offset, length = self.members[name]
             if count * dtype(kind.text).size > length:
                 raise ValueError(f"the storage {str(key)[:40]!r} of {count} items has {length} bytes")
-            return _Storage(offset, kind.text, count)
+            return _Storage(name, offset, kind.text, count)
 
         def tensor(kept: _Storage, first: int, shape: Any, strides: Any, *more: Any) -> Tensor:
             name = (
@@ -216,20 +301,23 @@ class Archive:
             count = kept.count * dtype(kept.dtype).size // dtype(name).size
             key = (kept.offset, first, name, tuple(shape), tuple(strides))
             if key not in made:
-                made[key] = self._tensor(kept.offset, count, name, first, (tuple(shape), tuple(strides)))
+                made[key] = self._tensor(kept, count, name, first, (tuple(shape), tuple(strides)))
             return made[key]
 
         data = self.data("data.pkl")
-        found = unpickle(data, {**_known(), **_tensors(tensor)}, file.refuse, persistent=storage)
+        found = unpickle(data, {**_known(), **_tensors(tensor), **(known or {})}, file.refuse, persistent=storage)
         top = found.value
         lightning = isinstance(top, dict) and LIGHTNING in top
         remarks: list[str] = []
         met: set[str] = set()
 
         def convert(value: Any, path: str) -> Any:
+            if isinstance(value, Record):
+                fields = value.state if isinstance(value.state, dict) else {}
+                return {name: one for name, one in fields.items() if isinstance(one, int | float | str)}
             if isinstance(value, Unknown):
                 met.add(value.name)
-                if not (lightning and path.partition("/")[0] in _LOOSE):
+                if not (loose or (lightning and path.partition("/")[0] in _LOOSE)):
                     raise unknown(file, value.name, path)
                 remarks.append(f"{path} is a {value.name}, which only its own code can read, and is left out")
                 return None
@@ -242,15 +330,15 @@ class Archive:
 
         tree = resolved(found, file.refuse, convert)
         for name in sorted(found.unknown - met):
-            if not (lightning and name.startswith(("lightning.", "pytorch_lightning."))):
+            if not (loose or (lightning and name.startswith(("lightning.", "pytorch_lightning.")))):
                 raise unknown(file, name, "")
         return tree, remarks
 
     def _tensor(
-        self, begin: int, count: int, name: str, first: Any, form: tuple[tuple[Any, ...], tuple[Any, ...]]
+        self, kept: _Storage, count: int, name: str, first: Any, form: tuple[tuple[Any, ...], tuple[Any, ...]]
     ) -> Tensor:
         """Returns the tensor of shape and strides `form` from item `first` on of a storage of `count` items."""
-        shape, strides = form
+        (shape, strides), begin = form, kept.offset
         file, size = self.file, dtype(name).size
         check_shape(file.path, file.what, "a tensor", shape)
         if len(strides) != len(shape) or any(type(one) is not int or one < 0 for one in (first, *strides)):
@@ -265,8 +353,12 @@ class Archive:
                 f"a tensor of shape {list(shape)} repeats the {count} items that are stored (an expanded tensor)"
             )
         if _dense(shape, strides):
+            if self.has_checksums and prod(shape) * size == self.members[kept.name][1]:
+                return SummedTensor(file, begin, name, shape, name=kept.name, crc=self._crcs[kept.name])
             return RawTensor(file, begin + first * size, name, shape, name="a tensor")
-        return StridedTensor(file, begin + first * size, name, shape, [stride * size for stride in strides])
+        return StridedTensor(
+            file, begin + first * size, name, shape, [one * size for one in strides], strips=self._strips
+        )
 
 
 def unknown(file: RawFile, name: str, path: str) -> Unserialisable:
@@ -299,7 +391,16 @@ def _tensors(tensor: Callable[..., Tensor]) -> dict[str, Callable[..., Any] | Co
             )
         return tensor(kept, first, shape, strides)
 
+    def with_attributes(function: Any, kind: Any, arguments: Any, _: Any) -> Tensor:
+        # A tensor on which somebody has set attributes, such as DeepSpeed's `ds_id`: they say nothing of its numbers.
+        if function not in (tensor, rebuilt) or kind != _PLAIN_TENSOR or not isinstance(arguments, tuple):
+            raise ValueError("a tensor of a class of its own")
+        made: Tensor = function(*arguments)
+        return made
+
     return {
+        "torch Tensor": _PLAIN_TENSOR,
+        "torch._tensor _rebuild_from_type_v2": with_attributes,
         "torch._utils _rebuild_tensor": tensor,
         "torch._utils _rebuild_tensor_v2": rebuilt,
         "torch._utils _rebuild_tensor_v3": tensor,

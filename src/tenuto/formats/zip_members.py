@@ -33,6 +33,7 @@ class Member:
     stored: int
     length: int
     deflated: bool
+    crc: int
 
 
 class Archive:
@@ -78,7 +79,7 @@ class Archive:
         if start + info.compress_size > file.length:
             file.refuse(f"{name!r} ends at byte {start + info.compress_size}, and the file has {file.length}")
         deflated = info.compress_type == zipfile.ZIP_DEFLATED
-        self.members[name] = Member(name, start, info.compress_size, info.file_size, deflated)
+        self.members[name] = Member(name, start, info.compress_size, info.file_size, deflated, info.CRC)
 
     def read(self, name: str, most: int) -> bytes:
         """Returns a member's bytes, verified by its checksum. CorruptionError where there are more than `most`,
@@ -152,6 +153,8 @@ class DeflatedTensor(Tensor):
                     out[done : done + len(data)] = np.frombuffer(data, np.uint8)
                     done += len(data)
                     self._at += len(data)
+                if self._at == self._member.length:
+                    self._stream.read(1)  # there is nothing, and the checksum of what there was is compared
             except (zipfile.BadZipFile, zlib.error, EOFError) as error:
                 file.refuse(f"{name!r} is damaged: {error}")
 

@@ -168,6 +168,7 @@ class _WithHeld(Repo):
 @contextmanager
 def _saver(repo: Repo, plan: RepackPlan, protocol: HeldCommit, emitter: Emitter) -> Iterator[Saver]:
     saver = Saver(repo, plan.run, emitter=emitter, protocol=protocol, encoding=plan.encoding)
+    saver.begin_afresh()  # the originals are to go
     try:
         yield saver
     finally:

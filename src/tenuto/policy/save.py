@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, final
 
 from tenuto.errors import UsageError
-from tenuto.policy.interval import SaveCosts, interval, time_between_failures
+from tenuto.policy.interval import SaveCosts, interval, time_between_failures, waste
 from tenuto.policy.numbers import Margin, duration, whole_number
 from tenuto.units import count, seconds
 
@@ -321,11 +321,13 @@ class EveryOptimum(SavePolicy):
         since = now.now_s - (history.started_s if history.last_saved_s is None else history.last_saved_s)
         if since < best_s + stall_s or history.stalled_s + stall_s > self.share * in_all:
             return None
+        expected = waste(max(best_s, 1e-6), costs, mtbf_s)
         known = "as given" if self.mtbf_s else f"{count(history.failures, 'failure')} so far"
         return (
             f"{seconds(since)} since the last save; best is {seconds(best_s)}: a save blocks {seconds(stall_s)} and "
             f"takes {seconds(history.persist_s)}, a failure every {seconds(mtbf_s)} ({known}), at most "
-            f"{self.share:.3g} of the time blocked (every auto)"
+            f"{self.share:.3g} of the time blocked; {expected:.2%} of the time goes into saves and what failures lose, "
+            f"restarts left out (every auto)"
         )
 
     def __repr__(self) -> str:

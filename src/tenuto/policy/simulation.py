@@ -14,6 +14,7 @@ from typing import Final
 
 from tenuto.errors import UsageError
 from tenuto.policy.interval import SaveCosts, interval
+from tenuto.policy.prediction import Plan, Predictor, plan
 
 LEAST_NODE_SHARE: Final = 0.01
 """Even where no failure is expected to take a node with it, saves to the store are taken as if one in a hundred did."""
@@ -28,6 +29,7 @@ class Job:
     optimum. restart_s: from a failure to where training continues from the store.
     memory_s: work between states kept in memory, None without. memory_stall_s: what one costs. memory_restart_s: from a
     failure to where training continues from memory. node_share: of failures that take a node's memory with them.
+    predictor: raises alarms before failures, and false ones; they are heeded if they are worth it.
     """
 
     work_s: float
@@ -40,14 +42,24 @@ class Job:
     memory_stall_s: float = 0.0
     memory_restart_s: float = 0.0
     node_share: float = 0.25
+    predictor: Predictor | None = None
 
     @property
     def between_saves_s(self) -> float:
         """Work between two saves to the store. With states in memory only lost nodes need one."""
-        if self.save_s is not None:
-            return self.save_s
+        return self._plan.work_s
+
+    @property
+    def heeds(self) -> Plan | None:
+        """What is done about alarms; None where they are not worth it, or nobody raises any."""
+        return self._plan if self._plan.trusted else None
+
+    @property
+    def _plan(self) -> Plan:
         share = 1.0 if self.memory_s is None else max(self.node_share, LEAST_NODE_SHARE)
-        return interval(self.costs, self.mtbf_s / share)
+        if self.predictor is None:
+            return Plan(self.save_s or interval(self.costs, self.mtbf_s / share), 0.0, 0.0, False)
+        return plan(self.costs, self.mtbf_s / share, self.predictor, self.save_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,8 @@ class Outcome:
     from_memory: int
     """Failures after which training continued from memory."""
     between_saves_s: float
+    alarms: int = 0
+    """Those that were heeded."""
 
     @property
     def ettr(self) -> float:
@@ -78,19 +92,22 @@ def simulate(job: Job, seed: int = 0, *, most_failures: int = 1_000_000) -> Outc
     _check(job)
     source = random.Random(seed)
     scale = job.mtbf_s / math.gamma(1 + 1 / job.shape)
-    stretch = _Stretch.of(job)
+    way = _Way(job, _Stretch.of(job), job.heeds)
     done = stored = elapsed = saving = lost = down = 0.0
-    failures = from_memory = 0
+    failures = from_memory = heeded = 0
     while True:
         up_s = source.weibullvariate(scale, job.shape)
-        stretch = replace(stretch, begun_s=done, first_s=max(stored + stretch.between_s, done))
-        if (spent := stretch.time_until(job.work_s)) <= up_s:
+        alarms = way.alarms(up_s, source)
+        heeded += len(alarms)
+        spent, reached, stored = way.train(done, stored, up_s, alarms)
+        if reached >= job.work_s:
             saving += spent - (job.work_s - done)
             elapsed += spent
-            return Outcome(elapsed, job.work_s, saving, lost, down, failures, from_memory, stretch.between_s)
-        reached, stored = stretch.reached_in(up_s), max(stored, stretch.durable_in(up_s))
+            return Outcome(
+                elapsed, job.work_s, saving, lost, down, failures, from_memory, way.usual.between_s, heeded
+            )  # fmt: skip
         with_node = job.memory_s is None or source.random() < job.node_share
-        kept = stored if with_node else max(stored, stretch.in_memory(reached))
+        kept = stored if with_node else max(stored, way.usual.in_memory(done, reached))
         pause_s = job.restart_s if with_node else job.memory_restart_s
         failures += 1
         from_memory += not with_node
@@ -106,6 +123,57 @@ def simulate(job: Job, seed: int = 0, *, most_failures: int = 1_000_000) -> Outc
         down += pause_s
         elapsed += up_s + pause_s
         done = kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a job trains: its usual stretch, and what it does about alarms."""
+
+    job: Job
+    usual: _Stretch
+    heeds: Plan | None
+
+    def alarms(self, up_s: float, source: random.Random) -> list[float]:
+        """Draws when alarms come before the next failure: perhaps a right one, and false ones without memory."""
+        predictor = self.job.predictor
+        if self.heeds is None or predictor is None:
+            return []
+        found = [max(up_s - predictor.lead_s, 0.0)] if source.random() < predictor.recall else []
+        rate = predictor.recall / self.job.mtbf_s * (1 - predictor.precision) / predictor.precision
+        at_s = 0.0
+        while rate and (at_s := at_s + source.expovariate(rate)) < up_s:
+            found.append(at_s)
+        return sorted(found)
+
+    def train(self, done: float, stored: float, up_s: float, alarms: list[float]) -> tuple[float, float, float]:
+        """Trains until the failure after `up_s`, or to the end. Returns the time spent, the work reached, and the
+        durable work. An alarm within a save takes effect after it."""
+        now, at, last = 0.0, done, stored
+        stretch, due = self.usual, stored + self.usual.between_s
+        for change_s, alarmed in [*self._changes(alarms), (up_s, False)]:
+            stretch = replace(stretch, begun_s=at, first_s=max(due, at))
+            if now + (spent := stretch.time_until(self.job.work_s)) <= min(max(change_s, now), up_s):
+                return now + spent, self.job.work_s, stored
+            until_s = up_s if change_s >= up_s else min(now + stretch.after_save(max(change_s - now, 0.0)), up_s)
+            if (saves := stretch.saves_in(until_s - now)) > 0:
+                last = stretch.first_s + (saves - 1) * stretch.between_s
+                stored = max(stored, min(last, stretch.durable_in(up_s - now)))
+            now, at = until_s, stretch.reached_in(until_s - now)
+            if now >= up_s or self.heeds is None:
+                break
+            stretch = replace(self.usual, between_s=self.heeds.window_s if alarmed else self.usual.between_s)
+            due = at if alarmed and at - last >= self.heeds.stake_s else last + stretch.between_s
+        return up_s, at, stored
+
+    def _changes(self, alarms: list[float]) -> list[tuple[float, bool]]:
+        """Returns when an alarm begins (True), and when the last of some that overlap is over (False)."""
+        lead_s = self.job.predictor.lead_s if self.job.predictor is not None else 0.0
+        found = [(at_s, True) for at_s in alarms]
+        next_s = [*alarms[1:], math.inf]
+        found += [
+            (at_s + lead_s, False) for at_s, then_s in zip(alarms, next_s, strict=False) if then_s > at_s + lead_s
+        ]
+        return sorted(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +226,19 @@ class _Stretch:
         since_s = time_s - self.persist_s - self._first_saved_s + 1e-9
         return self.first_s + since_s // self._each_s * self.between_s if since_s >= 0 else 0.0
 
-    def in_memory(self, reached_s: float) -> float:
-        """Returns the work in the newest state in memory."""
-        return self.begun_s + (reached_s - self.begun_s) // self.memory_s * self.memory_s
+    def saves_in(self, time_s: float) -> int:
+        """Returns how many saves have been taken after so much time."""
+        since_s = time_s - self._first_saved_s + 1e-9
+        return int(since_s // self._each_s) + 1 if since_s >= 0 else 0
+
+    def after_save(self, time_s: float) -> float:
+        """Returns that time, or where it is within a save, the end of that."""
+        next_s = self._first_saved_s + self.saves_in(time_s) * self._each_s
+        return next_s if next_s - self.save_s < time_s else time_s
+
+    def in_memory(self, begun_s: float, reached_s: float) -> float:
+        """Returns the work in the newest state in memory of a training that began with so much."""
+        return begun_s + (reached_s - begun_s) // self.memory_s * self.memory_s
 
 
 def _check(job: Job) -> None:

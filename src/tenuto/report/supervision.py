@@ -61,7 +61,7 @@ def supervisions(journals: Iterable[Path]) -> list[Supervision]:
     found = []
     for path in journals:
         try:
-            one = _supervision(path, list(_lines(path)))
+            one = supervision_of(path, list(read_lines(path)))
         except OSError as error:
             raise UsageError(
                 f"the journal {path} cannot be read: {(error.strerror or '').lower()}",
@@ -81,7 +81,7 @@ def known(directory: Path, where: str) -> list[Path]:
     found = []
     for path in sorted(directory.glob("*.jsonl")) if directory.is_dir() else []:
         try:
-            there = any(line.get("event") == "training" and line.get("where") == where for line in _lines(path))
+            there = any(line.get("event") == "training" and line.get("where") == where for line in read_lines(path))
         except OSError:
             continue
         if there:
@@ -89,7 +89,8 @@ def known(directory: Path, where: str) -> list[Path]:
     return found
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the events of a journal, each with when it was, `at_s` since 1970."""
     with open(path, "rb") as file:
         file.seek(max(path.stat().st_size - LARGEST, 0))
         for line in file:
@@ -101,7 +102,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
 
 
-def _supervision(path: Path, lines: Sequence[dict[str, Any]]) -> Supervision | None:
+def supervision_of(path: Path, lines: Sequence[dict[str, Any]]) -> Supervision | None:
+    """Returns what the events of a journal say; None where they are not those of a supervisor."""
     first = next((line for line in lines if line["event"] == "supervising"), None)
     if first is None:
         return None

@@ -19,6 +19,7 @@ from tenuto.store.local.store import LocalStore
 from tenuto.store.memory import MemoryStore
 from tenuto.store.probes import tuned
 from tenuto.store.wrappers.retry import Patience, RetryingStore
+from tenuto.telemetry.heartbeat import CHAOS
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
 _OBJECTS: Final = "tenuto.store.objects.urls"
@@ -54,6 +55,14 @@ def open_store(where: Where) -> Store:
     """
     if isinstance(where, Store):
         return where
+    if os.environ.get(CHAOS):
+        from tenuto.store.wrappers.struck import StruckStore
+
+        return StruckStore(_opened(where))
+    return _opened(where)
+
+
+def _opened(where: str | os.PathLike[str]) -> Store:
     text = os.fspath(where)
     if not isinstance(text, str) or not text or "\0" in text:
         raise UsageError(

@@ -278,10 +278,10 @@ class Supervisor:
         assert self.injector is not None
         if not self.injector.due(since_s):
             return
-        training = [beat.pid for beat in read_beats(beats) if beat.phase == TRAINING and beat.step]
-        struck = self.injector.strike(tree, training)
+        training = [beat for beat in read_beats(beats) if beat.phase == TRAINING]
+        struck = self.injector.strike(tree, beats, training)
         if struck is not None:
-            self.journal.write("injected", kind=struck[0].kind, due_s=round(struck[0].at_s, 3), pid=struck[1])
+            self.journal.write("injected", **struck)
 
     def _take(self, steps: Steps, beats: Path, latest: Sequence[Beat], now_s: float, number: int) -> None:
         """Takes what ranks last did, and notes what is new: what is trained, where it resumed, how far it came."""
@@ -396,7 +396,7 @@ class Steps:
         self.newest: int | None = None
         """The highest step that it came to."""
         self.began: int | None = None
-        """The step that it resumed at, as far as the first look has seen it."""
+        """The step that it resumed at."""
         self.ranks = 0
         self.phase = STARTING
         self.started_s = self.trained_s = time.monotonic()
@@ -417,7 +417,7 @@ class Steps:
         was = self.phase
         self.phase = STARTING if any(beat.phase == STARTING for beat in latest.values()) else slowest.phase
         if self.began is None and self.phase != STARTING:
-            self.began = slowest.step
+            self.began = min(beat.began for beat in latest.values())
         if slowest.step != self._at:
             # From one step to a higher one. A first step may be that of a resume, and a launcher may have gone back.
             if self._at is not None and slowest.step > self._at and was == TRAINING:

@@ -164,10 +164,11 @@ class Watching:
         return found if risk is None else [*found, risk]
 
     def _acted(self, finding: Finding, directory: Path, now_s: float) -> Literal["leave", "restart"] | None:
-        """Acts once an episode; returns what the supervisor has to do."""
+        """Acts once an episode, and on each risk, whose predictor says how often; returns what the supervisor has to
+        do."""
         key, action = (finding.name, finding.subject), self.actions[finding.name]
         found_s, acted_s = self._episodes.get(key, (-QUIET_S, -AGAIN_S))
-        due = now_s - found_s >= QUIET_S or (action == "save" and now_s - acted_s >= AGAIN_S)
+        due = finding.name == "risk" or now_s - found_s >= QUIET_S or (action == "save" and now_s - acted_s >= AGAIN_S)
         self._episodes[key] = now_s, now_s if due else acted_s
         if not due:
             return None

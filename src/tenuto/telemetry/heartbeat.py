@@ -15,11 +15,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.telemetry.last_words import LastWords, of_error, when_uncaught, write
 
+if TYPE_CHECKING:
+    from tenuto.telemetry.own_faults import OwnFaults
+
 VARIABLE: Final = "TENUTO_HEARTBEAT"
+CHAOS: Final = "TENUTO_CHAOS"
+"""Set by `tenuto chaos` alone: this process puts into itself the faults that it is asked for."""
 STARTING, TRAINING, ENDING, ENDED = "starting", "training", "ending", "ended"
 """ENDING: what is in flight is being saved, and the run given back. ENDED: that is done, and the script does what it
 likes."""
@@ -29,10 +34,10 @@ REQUEST_FILE: Final = "save"
 """Beside the beats: why the supervisor asks for a save."""
 _PHASES: Final = (STARTING, TRAINING, ENDING, ENDED)
 _MAGIC: Final = b"tenuto beat 2\n\0\0"
-_FIELDS: Final = struct.Struct("<qqqqqqqqqq")
+_FIELDS: Final = struct.Struct("<qqqqqqqqqqq")
 """Sequence, process id, rank, step, phase, nanoseconds; of the last save how many there were with it, nanoseconds and
-bytes; whether a state is sealed in memory; then the sequence once more: a reader that sees two different ones has read
-in the middle of a beat."""
+bytes; whether a state is sealed in memory; the first step; then the sequence once more: a reader that sees two
+different ones has read in the middle of a beat."""
 _SEQUENCE: Final = struct.Struct("<q")
 _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
 
@@ -41,7 +46,8 @@ _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
 class Beat:
     """`at_s`: by `time.monotonic` of this machine. `step`: completed steps. `saves`: how many have been committed;
     `save_s`, `save_bytes`: of the last one, how long it took and what this process wrote. `sealed`: whether a state is
-    sealed in memory, which outlives the process."""
+    sealed in memory, which outlives the process. `began`: the steps that were completed when training began in this
+    process: what it resumed from."""
 
     pid: int
     rank: int
@@ -52,6 +58,7 @@ class Beat:
     save_s: float = 0.0
     save_bytes: int = 0
     sealed: bool = False
+    began: int = 0
 
 
 class Heartbeat:
@@ -65,6 +72,8 @@ class Heartbeat:
         self._where, self._run = where, run
         self._directory = directory
         self._step = 0
+        self._began: int | None = None
+        self._faults: OwnFaults | None = None
         self._last_save = (0, 0, 0)
         self.sealed = False
         """Whether a state is sealed in memory."""
@@ -106,20 +115,33 @@ class Heartbeat:
         beats = cls(Path(directory) if directory else None, rank, where=where, run=run, places=places)
         if beats.on:
             when_uncaught(beats.failed)
+        if beats.on and directory and environment.get(CHAOS):
+            from tenuto.telemetry.own_faults import OwnFaults
+
+            beats._faults = OwnFaults(Path(directory), rank)
         return beats
+
+    def trains(self, state: Mapping[str, Any]) -> None:
+        """Says what is trained: a rehearsal may spoil it."""
+        if self._faults is not None:
+            self._faults.state = state
 
     def beat(self, step: int, phase: str = TRAINING) -> None:
         if self._memory is None or os.getpid() != self._pid:
             return
         self._sequence += 1
         self._step = step
+        if self._began is None and phase != STARTING:
+            self._began = step
         fields = (
             self._sequence, self._pid, self._rank, step, _PHASES.index(phase), time.monotonic_ns(),
-            *self._last_save, self.sealed,
+            *self._last_save, self.sealed, self._began or 0,
         )  # fmt: skip
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
         self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(self._sequence)
+        if self._faults is not None and step > (self._began or 0):
+            self._faults.stepped(step)
 
     def saved(self, duration_s: float, nbytes: int) -> None:
         """Notes a save that was committed, for the next beat. Any thread may call it."""
@@ -201,6 +223,8 @@ def read_beats(directory: Path) -> Iterator[Beat]:
             continue
         if len(data) != _BYTES or not data.startswith(_MAGIC):
             continue
-        sequence, pid, rank, step, phase, at_ns, saves, save_ns, nbytes, sealed = _FIELDS.unpack_from(data, len(_MAGIC))
+        fields = _FIELDS.unpack_from(data, len(_MAGIC))
+        sequence, pid, rank, step, phase, at_ns, saves, save_ns, nbytes, sealed, began = fields
         if _SEQUENCE.unpack_from(data, _BYTES - _SEQUENCE.size)[0] == sequence and 0 <= phase < len(_PHASES):
-            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, saves, save_ns / 1e9, nbytes, bool(sealed))
+            saved = (saves, save_ns / 1e9, nbytes)
+            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, *saved, bool(sealed), began)

@@ -165,8 +165,10 @@ NOTE_DEADLINE_S = 60.0
 class RunSaver:
     """Takes the saves of one run, and does what follows their commits."""
 
-    def __init__(self, repo: Repo, settings: Settings, emitter: Emitter, group: RankGroup) -> None:
-        """`group`: the ranks with which this process saves."""
+    def __init__(
+        self, repo: Repo, settings: Settings, emitter: Emitter, group: RankGroup, state: Mapping[str, Any]
+    ) -> None:
+        """`group`: the ranks with which this process saves. `state`: what it trains."""
         self.repo = repo
         self.run = run = settings.run
         report_to(repo.store, self.report)
@@ -196,6 +198,7 @@ class RunSaver:
         unlock(repo, settings.key, writing=True)
         places = [store.url for store in (*all_places(repo.store), *followers_of(repo.store))]
         self.heartbeat = Heartbeat.from_environment(group.rank, where=repo.url, run=run, places=places)
+        self.heartbeat.trains(state)
         protocol = group.protocol(repo)
         self.saver = Saver(
             repo,
@@ -269,15 +272,22 @@ class RunSaver:
             self.saver.expect(share + share // 32 + SHARE_SPARE_BYTES)
 
     def begin(
-        self, attempt: Attempt, first_step: int, restored: CheckpointId | None, *, since_s: float | None = None
+        self,
+        attempt: Attempt,
+        first_step: int,
+        restored: CheckpointId | None,
+        *,
+        since_s: float | None = None,
+        at: int | None = None,
     ) -> None:
         """Begins to take saves of the claimed run. `restored`: the newest durable checkpoint of the line of training;
-        `since_s`: when a save of that line was last begun, where training resumes from a newer state in memory."""
+        `since_s`, `at`: when a save of that line was last begun, and the step, where training resumes from a newer
+        state in memory."""
         self.saver.attempt = attempt
         self.first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
         self.totals.begin()
-        self.heartbeat.beat(first_step)
+        self.heartbeat.beat(first_step if at is None else at)
         self.tiers.begin(attempt)
         if self._optimum is not None and self._coordinates:
             self._optimum.begin(self.repo, self.run, attempt.number)

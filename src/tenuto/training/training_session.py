@@ -114,7 +114,7 @@ class TrainingSession:
         with leave_on_error(group):
             position = TrainingPosition(data, ranks.rank, ranks.world_size)
             snapshots = Snapshots(state, position, settings.watched, settings.modes, keep=repr(settings.keep))
-            saving = RunSaver(repo, settings, emitter, group)
+            saving = RunSaver(repo, settings, emitter, group, state)
             tier = saving.memory.tier if saving.memory is not None else None
             claiming = RunClaim(repo, settings, state, position, emitter=emitter, group=group, memory=tier)
             catch = settings.save.catches_signals
@@ -187,7 +187,7 @@ class TrainingSession:
         if image is None or image.verdict.durable:
             saving.begin(attempt, self.step, parent)
         else:  # a step that is only in memory counts as not saved yet
-            saving.begin(attempt, parent.step if parent is not None else 0, parent, since_s=since_s)
+            saving.begin(attempt, parent.step if parent is not None else 0, parent, since_s=since_s, at=self.step)
         if saving.memory is not None:
             since_s = time.monotonic() if since_s is None else since_s
             saving.memory.begin(attempt, self._snapshots.now(), self.step, since_s)

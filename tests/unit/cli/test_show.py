@@ -267,3 +267,19 @@ def test_show_says_nothing_of_it_where_a_checkpoint_is_stored_as_it_is(cli, made
     assert "stored" not in out
     _, out, _ = cli("show", made, "--run", "gpt", "--json")
     assert json.loads(out)["stored"] is None
+
+
+def test_why_says_the_policys_reason_a_part_a_line(cli, tmp_path):
+    state = {"w": np.zeros(8)}
+    with tenuto.Checkpointer(tmp_path, state, save=every(auto="20%", mtbf_hours=0.0001)) as ckpt:
+        for _ in ckpt.steps(100_000):
+            if ckpt.stats.committed > 2:
+                ckpt.stop()
+    for one in tenuto.Repository(tmp_path).checkpoints()[1:2]:
+        status, out, _ = cli("show", str(tmp_path), "--step", str(one.step), "--why")
+        assert status == 0 and "since the last save\n" in out and "\n            best is" in out, out
+        out = " ".join(out.split())
+        assert "a save blocks" in out and "a failure every 0.36 s (as given)" in out
+        assert "of the time goes into saves and what failures lose, restarts left out (every auto)" in out
+    status, out, err = cli("show", str(tmp_path), "--why", "--leaves")
+    assert status == 2 and "--why stands alone" in err

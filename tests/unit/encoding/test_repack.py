@@ -88,6 +88,7 @@ def test_a_plain_run_becomes_small_and_trains_on(tmp_path: Path) -> None:
         assert (one.content, one.metrics, one.created) == (old.content, old.metrics, old.created)
     assert tenuto.load(where).step == STEPS and tenuto.load(where, step="good").step == 3
     assert freed(where) < plain / 3, "the originals are in the trash, and nothing rests on them"
+    assert not list(where.rglob("*.safetensors"))
     restored(where)
     assert_whole(Repo.open(open_store(where)))
     train(where, STEPS + 2, encoding="small")

@@ -179,3 +179,14 @@ def tenuto_command(*words: object) -> str:
         raise UsageError(found.stderr)
     assert found.returncode == 0, found.stderr
     return found.stdout
+
+
+def test_a_series_is_adopted_again_without_what_was_adopted_before(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_file({"a": torch.full((3,), float(step))}, tmp_path / f"step_{step}.safetensors")
+    assert [one.step for one in adopt(tmp_path, tmp_path / "r")] == [1, 2]
+    save_file({"a": torch.full((3,), 3.0)}, tmp_path / "step_3.safetensors")
+    assert [one.step for one in adopt(tmp_path, tmp_path / "r")] == [3]
+    assert adopt(tmp_path, tmp_path / "r") == []
+    with pytest.raises(UsageError, match="is of step 1, and run 'main' has come to step 3"):
+        adopt(tmp_path / "step_1.safetensors", tmp_path / "r")

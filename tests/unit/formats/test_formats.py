@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tenuto.api.migrate import plan_migration
 from tenuto.errors import CorruptionError, TenutoError, Unserialisable, UsageError
-from tenuto.formats import Content, Tensor, detect, read
-from tenuto.formats.contract import ArrayTensor
+from tenuto.formats import Content, Tensor, detect, read, tf_bundle
+from tenuto.formats.contract import ArrayTensor, RawFile, RawTensor
 from tenuto.formats.registry import named
 from tenuto.formats.series import find
 
@@ -304,3 +305,44 @@ def test_flipped_bytes_are_refused_or_read_as_other_values(tmp_path: Path, seed:
                     tensor.read()
         except TenutoError:
             pass
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_an_array_that_is_not_what_its_checksum_says_is_refused(tmp_path: Path, save: Callable[..., None]) -> None:
+    file = tmp_path / "x.npz"
+    save(file, a=np.arange(5000.0))
+    data = bytearray(file.read_bytes())
+    with zipfile.ZipFile(file) as archive:
+        crc = archive.getinfo("a.npy").CRC.to_bytes(4, "little")
+    changed = data.replace(crc, bytes([crc[0] ^ 1]) + crc[1:])
+    assert changed != data
+    file.write_bytes(changed)
+    with read(file) as reader:
+        with pytest.raises(CorruptionError, match=r"a\.npy"):
+            list(reader.tree["a"].blocks(1 << 12))
+
+
+def test_a_tensor_of_a_bundle_that_is_not_what_its_checksum_says_is_refused(tmp_path: Path) -> None:
+    """The checksum of RFC 3720, appendix B.4: 32 bytes of zeros have 0x8A9136AA."""
+    pytest.importorskip("google_crc32c")
+    file = tmp_path / "x.data-00000-of-00001"
+    file.write_bytes(bytes(32))
+    raw = RawFile(file, what="")
+    masked = (((0x8A9136AA >> 15 | 0x8A9136AA << 17) & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF
+    tensor = RawTensor(raw, 0, "float32", (8,), name="w")
+    whole = tf_bundle._summed(tensor, "w", {6: masked.to_bytes(4, "little")})
+    assert whole.read().tolist() == [0.0] * 8
+    file.write_bytes(bytes(31) + b"\1")
+    with pytest.raises(CorruptionError, match="'w' is not what its checksum says"):
+        whole.read()
+    raw.close()
+
+
+def test_what_is_numbered_and_of_no_known_format_is_named(tmp_path: Path) -> None:
+    for step in (1, 2):
+        safetensors.numpy.save_file({"a": np.zeros(2, np.float32)}, tmp_path / f"step_{step}.safetensors")
+    (tmp_path / "step_2.log").write_text("of a checkpoint that was found")
+    (tmp_path / "step_3").mkdir()
+    plan = plan_migration(tmp_path, tmp_path / "repository")
+    assert [(path.name, reason) for path, reason in plan.skipped] == [("step_3", "it is not of a known format")]
+    assert [one.step for one in plan.checkpoints] == [1, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import pickle
 import random
@@ -297,6 +299,28 @@ def metadata(tmp_path: Path) -> tuple[Path, bytes]:
     return tmp_path / "d", (tmp_path / "d" / ".metadata").read_bytes()
 
 
+def test_a_checkpoint_of_megatron_is_read_with_what_its_ranks_share(tmp_path: Path) -> None:
+    """Its files as torch writes them, in the layout of megatron/core/dist_checkpointing (0.16): core.py, common.py."""
+    weights = {
+        "decoder.layers.weight": torch.randn(4, 3),
+        "optimizer.state.exp_avg.decoder.layers.weight": torch.ones(4, 3),
+    }
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({**weights, "rng_state/shard_0_1": {"torch": torch.get_rng_state()}}, checkpoint_id=tmp_path)
+    common = {"iteration": 70, "args": argparse.Namespace(lr=1.0), "opt_param_scheduler": {"num_steps": 560}}
+    torch.save(common, tmp_path / "common.pt")
+    said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+    (tmp_path / "metadata.json").write_text(json.dumps(said))
+    with formats.read(tmp_path) as reader:
+        assert reader.step == 70 and reader.tree["opt_param_scheduler"] == {"num_steps": 560}
+        assert "args" not in reader.tree and any("argparse.Namespace" in one for one in reader.remarks)
+        for name, value in weights.items():
+            assert (reader.tree[name].read() == value.numpy()).all()
+    (tmp_path / "metadata.json").write_text(json.dumps(said | {"sharded_backend": "zarr"}))
+    with pytest.raises(Unserialisable, match="backend zarr"):
+        formats.read(tmp_path)
+
+
 def test_metadata_that_leads_elsewhere_or_is_code_is_refused(tmp_path: Path) -> None:
     where, _ = metadata(tmp_path)
     found: Any = dcp.FileSystemReader(where).read_metadata()
@@ -378,3 +402,52 @@ def test_what_is_opened_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.Monk
         assert sum(read) < 100_000
         reader.tree["w"].read(Box((7,), (3,)))
         assert sum(read) < 200_000
+
+
+@pytest.mark.parametrize("block", [1 << 16, 1 << 20])
+def test_a_transposed_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    base = torch.arange(1500 * 1200, dtype=torch.int32).reshape(1500, 1200)
+    swapped = base.reshape(15, 100, 1200).permute(2, 0, 1)
+    torch.save({"t": base.t(), "column": base[:, 7], "swapped": swapped}, tmp_path / "t.pt")
+    monkeypatch.setattr("tenuto.formats.torch_file.STRIP_BYTES", 1 << 20)
+    read = []
+    from tenuto.formats.contract import RawFile
+
+    original = RawFile.read_into
+    monkeypatch.setattr(RawFile, "read_into", lambda self, out, at: (read.append(len(out)), original(self, out, at))[1])
+    with formats.read(tmp_path / "t.pt") as reader:
+        for name, expected in {"t": base.t(), "swapped": swapped}.items():
+            read.clear()
+            found = b"".join(bytes(one) for one in reader.tree[name].blocks(block))
+            assert found == expected.contiguous().numpy().tobytes()
+            assert sum(read) <= 1.2 * base.nbytes  # it was read as often as it has blocks
+        read.clear()
+        assert (reader.tree["column"].read() == base[:, 7].numpy()).all()
+        assert max(read) <= 1 << 17  # and not everything between the first item and the last
+
+
+def test_a_storage_that_is_not_what_its_checksum_says_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "t.pt"
+    torch.save({"a": torch.arange(100000.0), "b": torch.ones(3)}, file)
+    data = bytearray(file.read_bytes())
+    at = data.index(torch.arange(100000.0).numpy().tobytes()[-4000:])
+    data[at] ^= 1
+    file.write_bytes(data)
+    with formats.read(file) as reader:
+        assert reader.tree["b"].read().tolist() == [1, 1, 1]
+        assert len(reader.tree["a"].read(Box((0,), (5,)))) == 5
+        with pytest.raises(CorruptionError, match="'data/0' is not what its checksum says"):
+            list(reader.tree["a"].blocks(1 << 14))
+    file.write_bytes(data.replace(b"byteorder", b"byteorder").replace(b"little", b"Little"))
+    with pytest.raises(CorruptionError, match="checksum"):
+        formats.read(file)
+
+
+def test_an_archive_that_was_written_without_checksums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(3)}, tmp_path / "t.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with formats.read(tmp_path / "t.pt") as reader:
+        assert reader.tree["a"].read().tolist() == [1, 1, 1]

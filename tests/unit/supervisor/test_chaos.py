@@ -10,6 +10,12 @@ def test_faults_are_read_in_the_order_of_their_times() -> None:
     assert written("25s:stop, 10:kill,1.5s:abort") == [Fault(1.5, "abort"), Fault(10, "kill"), Fault(25, "stop")]
 
 
+def test_faults_at_a_step_come_in_the_order_of_their_steps() -> None:
+    assert written("step 90:hang,step40:nan,1s:kill", 3.0) == [
+        Fault(0.0, "nan", 40, lasts_s=3.0), Fault(0.0, "hang", 90, lasts_s=3.0), Fault(1.0, "kill", lasts_s=3.0),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("text", ["", "kill", "10s:kil", "x:kill", "10s:kill;20s:kill"])
 def test_what_is_no_fault_is_refused(text: str) -> None:
     with pytest.raises(UsageError):

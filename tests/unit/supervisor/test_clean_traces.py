@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.traces import merged, trace
+from support.traces import merged, recorded, trace
 from tenuto.supervisor.actions import TABLE
 from tenuto.supervisor.detectors.contract import STEPS, Sample
 from tenuto.supervisor.detectors.registry import detectors
@@ -94,3 +94,12 @@ def test_hours_on_machines_with_noise_restart_and_stop_nothing_and_warn_of_nothi
 @pytest.mark.parametrize("seed", range(3, 13))
 def test_a_hundred_hours_restart_and_stop_nothing_and_warn_of_nothing(seed: int) -> None:
     assert actions(quiet(seed, hours=10)) == {}
+
+
+def test_an_hour_that_was_recorded_on_a_busy_machine_has_no_finding() -> None:
+    """Two cores, under a load of up to 25, while a training made 19,000 steps."""
+    found = list(recorded(RECORDED))
+    assert found[-1].at - found[0].at > HOUR_S and {"memory", "disk", "network", "clock", STEPS} <= {
+        one.source for one in found
+    }
+    assert actions(found) == {}

@@ -131,3 +131,11 @@ def test_a_run_in_several_places_names_them_all(tmp_path: Path, monkeypatch) -> 
         list(ckpt.steps(1))
     assert read_run(tmp_path / "beats") == (str(tmp_path / "a"), "main")
     assert read_places(tmp_path / "beats") == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_a_beat_says_at_which_step_training_began_in_this_process(tmp_path: Path) -> None:
+    beats = Heartbeat(tmp_path, 0)
+    for step in (17, 18, 19):
+        beats.beat(step)
+    (beat,) = read_beats(tmp_path)
+    assert (beat.step, beat.began) == (19, 17)

@@ -79,9 +79,9 @@ def test_a_start_that_never_comes_to_its_first_step_counts_as_hung() -> None:
     assert (
         hung(Watch(start_s=0.0), *restoring, at_s=1e6) is None and hung(Watch(hang_s=0.0), *restoring, at_s=1e6) is None
     )
-    claimed = (5.0, beat(700, 5.0)), (6.0, beat(700, 5.0))
+    claimed = (5.0, replace(beat(700, 5.0), began=700)), (6.0, replace(beat(700, 5.0), began=700))
     assert hung(Watch(start_s=600.0), *claimed, at_s=601.0) == "no first step within 10 min 00 s", "at 700 it resumed"
-    stepped = (*claimed, (500.0, beat(701, 500.0)))
+    stepped = (*claimed, (500.0, replace(beat(701, 500.0), began=700)))
     assert hung(Watch(start_s=600.0), *stepped, at_s=601.0) is None
 
 

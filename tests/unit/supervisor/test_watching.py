@@ -170,7 +170,7 @@ def test_a_predictor_gets_every_sample_each_time_and_its_finding_is_acted_upon(t
     class Foresees:
         def observe(self, samples: Iterable[Sample], now: float) -> Finding | None:
             calls.append([sample.source for sample in samples])
-            return Finding("risk", "0.93 within the hour") if len(calls) > 2 else None
+            return Finding("risk", "0.93 within the hour") if len(calls) == 3 else None
 
     gpu = Sample(BEGAN, "gpu", {"0.temperature": 60})
     told = Told(predictor=Foresees(), sampling=Samples(gpu))

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 EXAMPLES = help_text.examples(
     "tenuto demo",
     "tenuto demo --kills 20 --seed 7",
+    "tenuto demo --storm",
     "tenuto demo --keep /tmp/demo --json",
 )
+LONG_STEPS = 100
+"""A storm over fewer steps has fewer faults."""
 DIFFERENT = 12
 """The exit status if the two final states differ."""
 
@@ -41,6 +44,7 @@ def demo(  # noqa: PLR0917 - options; nobody passes them by position
             "--keep", metavar="DIR", help="Leave checkpoints, events and output in this new or empty directory."
         ),
     ] = None,
+    storm: Annotated[bool, typer.Option("--storm", help="Under `tenuto run`, through eleven kinds of faults.")] = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -53,6 +57,9 @@ def demo(  # noqa: PLR0917 - options; nobody passes them by position
     """
     from tenuto.demo import report, runner
 
+    if storm:
+        _storm(steps, save_every, keep, json=json)
+        return
     with _place(keep) as place, runner.own_shared_memory():
         runner.load_framework()
         drawn = runner.draw_kills(kills, steps=steps, save_every=save_every, seed=seed)
@@ -68,6 +75,20 @@ def demo(  # noqa: PLR0917 - options; nobody passes them by position
         raise typer.Exit(DIFFERENT)
     if not outcome.kills:
         raise typer.Exit(1)
+
+
+def _storm(steps: int, save_every: int, keep: Path | None, *, json: bool) -> None:
+    from tenuto.demo.runner import own_shared_memory
+    from tenuto.demo.storm import LEGS, SHORT, Storm
+
+    with _place(keep) as place, own_shared_memory(), _progress() as show:
+        stormed = Storm(place, steps, save_every, show, LEGS if steps >= LONG_STEPS else SHORT).run()
+    if json:
+        output.document("demo.storm", {**stormed.document(), "kept": str(keep) if keep else None})
+    else:
+        stormed.show()
+    if not stormed.comparison.equal:
+        raise typer.Exit(DIFFERENT)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tenuto.supervisor.decide import Limits
     from tenuto.supervisor.detectors.contract import Name
     from tenuto.supervisor.journal import Journal
+    from tenuto.supervisor.risk.predict import RiskPredictor
     from tenuto.supervisor.strategies import Recovery
     from tenuto.supervisor.supervise import Account, Watch
     from tenuto.supervisor.watching import Watching
@@ -30,6 +31,10 @@ EXAMPLES = examples(
     "tenuto run --hang 5m --deadline 11.5h -- torchrun --nproc-per-node 8 train.py",
     "tenuto run --on straggler=restart --record samples.jsonl -- python train.py",
 )
+_ENDS = "Ends in an hour (12), in a row in vain (3)."
+_FILES = "For what happens, and what is read of the machine."
+REPLAYED = 50_000
+"""Samples of a recording, the newest ones, that are looked at to know how good a predictor was: a second at most."""
 
 
 def run(
@@ -39,8 +44,8 @@ def run(
         str, typer.Option(metavar="WHERE", help="Only there save what is left in memory at the end.", envvar=VARIABLE)
     ] = "",
     restarts: Annotated[int, typer.Option(metavar="N", help="Restarts in all.")] = 100,
-    per_hour: Annotated[int, typer.Option(metavar="N", help="Ends within an hour.")] = 12,
-    in_vain: Annotated[int, typer.Option(metavar="N", help="Ends in a row without a new step.")] = 3,
+    per_hour: Annotated[int, typer.Option(metavar="N", help=_ENDS, show_default=False)] = 12,
+    in_vain: Annotated[int, typer.Option(metavar="N", help=_ENDS, show_default=False)] = 3,
     hang: Annotated[str, typer.Option(metavar="TIME", help="Without a step; `off`; else learnt.")] = "",
     on: Annotated[
         list[str] | None, typer.Option("--on", metavar="CAUSE=HOW[:N]", help="What to do, N times an hour at most.")
@@ -49,13 +54,14 @@ def run(
     end_within: Annotated[str, typer.Option(metavar="TIME", help="From its last step; `off`; else 1 h to save.")] = "",
     notices: Annotated[
         str,
-        typer.Option(metavar="CLOUD", help="Whose notices to read: aws, gcp, azure or off; else the machine's own."),
+        typer.Option(metavar="CLOUD", help="Whose notices: aws, gcp, azure, off."),
     ] = "",
-    record: Annotated[str, typer.Option(metavar="FILE", help="Where to append what is read of the machine.")] = "",
+    risk: Annotated[str, typer.Option(metavar="MODEL", help="What foresees faults; `off`; else rules.")] = "",
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help="To leave in, when asked to.")] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",
-    journal: Annotated[str, typer.Option(metavar="FILE", help="Where to note what happens.")] = "",
+    journal: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
+    record: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
     notify: Annotated[
         list[str] | None, typer.Option("--notify", metavar="URL", help="Whom to tell, as apprise has it, or env:NAME.")
     ] = None,
@@ -101,6 +107,7 @@ def run(
             answers,
             notices=notices or settings.get("notices", "auto"),
             record=record or settings.get("record", ""),
+            risk=risk or settings.get("risk", "rules"),
         ),
     )
     if json:
@@ -124,13 +131,14 @@ def limit_of(text: str, option: str) -> float | None:
     return None if not text else 0.0 if text == "off" else parse_time(text, option)
 
 
-def watching_by(answers: Mapping[Name, Action], journal: Journal, *, notices: str, record: str) -> Watching:
+def watching_by(answers: Mapping[Name, Action], journal: Journal, *, notices: str, record: str, risk: str) -> Watching:
     """Returns what watches the machine, with its sampling process begun. Raises UsageError."""
     from tenuto.supervisor.detectors.registry import detectors
     from tenuto.supervisor.detectors.sampling import SamplingProcess
     from tenuto.supervisor.watching import Recorder, Watching
 
     watched = detectors(notices)
+    predictor = predictor_of(risk, record)
     try:
         recorder = Recorder(Path(record), _line) if record else None
     except OSError as error:
@@ -139,7 +147,26 @@ def watching_by(answers: Mapping[Name, Action], journal: Journal, *, notices: st
             subject="--record",
             hint="tenuto run --record samples.jsonl -- python train.py",
         ) from None
-    return Watching(watched, journal, _line, answers, SamplingProcess(notices, _line), recorder)
+    return Watching(watched, journal, _line, answers, SamplingProcess(notices, _line), recorder, predictor)
+
+
+def predictor_of(risk: str, record: str) -> RiskPredictor | None:
+    """Returns what foresees faults by `rules` or a model, and knows from the recording so far, if there is one, how
+    good it was; None for `off`. Raises UsageError for a model that cannot be read; a recording that cannot be is said,
+    and keeps no training from starting."""
+    from tenuto.supervisor.risk.model import load
+    from tenuto.supervisor.risk.predict import ModelScorer, RiskPredictor, rules
+    from tenuto.supervisor.risk.recording import read_recording
+
+    if risk == "off":
+        return None
+    found = RiskPredictor(rules() if risk == "rules" else ModelScorer(load(Path(risk))))
+    if record and Path(record).exists():
+        try:
+            found.replay(read_recording(Path(record), newest=REPLAYED))
+        except UsageError as error:
+            _line(f"how good alarms were so far is not known: {error.message}")
+    return found
 
 
 def _settings() -> Mapping[str, Any]:
@@ -190,12 +217,13 @@ def supervised(
     from tenuto.supervisor.notify import Notifier, urls_of
     from tenuto.supervisor.strategies import Recovery
     from tenuto.supervisor.supervise import Supervisor
+    from tenuto.telemetry.heartbeat import CHAOS
 
     path = Path(journal) if journal else default_path(os.getpid())
     noted = Journal(path, _line)
     supervisor = Supervisor(
         command, limits, watch, noted, _line, at_end=at_end, quiet_stdout=json, injector=injector,
-        recovery=recovery or Recovery(),
+        recovery=recovery or Recovery(), environment={**os.environ, **({CHAOS: "1"} if injector else {})},
     )  # fmt: skip
     supervisor.watching = watching(noted) if watching is not None else None
     notifier: Notifier | None = None

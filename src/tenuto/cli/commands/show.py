@@ -26,6 +26,7 @@ EXAMPLES = examples(
     "tenuto show /data/checkpoints model/head.weight   # its values",
     "tenuto show /data/checkpoints --leaves --depth 2  # sums below two levels",
     "tenuto show /data/checkpoints --timing            # what saves have cost",
+    "tenuto show /data/checkpoints --why               # why it was saved then",
 )
 CERTIFICATE = (
     *("verdict", "proof", "reasons", "unknown", "caveats", "at_other_ranks", "covers", "leaves_out"),
@@ -64,6 +65,7 @@ def show(
     timing: Annotated[
         bool, typer.Option("--timing", help="Where the time of the run's saves, or of this STEP, went.")
     ] = False,
+    why: Annotated[bool, typer.Option("--why", help="Why it was saved then: the policy's own reason.")] = False,
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -77,7 +79,10 @@ def show(
     from tenuto.cli.views.run_listing import notes_of
     from tenuto.cli.views.shards import contents
 
-    _check(where, path, rank, timing, sections=leaves or certificate or private or depth is not None, depth=depth)
+    sections = leaves or certificate or private or depth is not None
+    _check(where, path, rank, timing, sections=sections, depth=depth)
+    if why and (timing or path is not None or sections):
+        raise UsageError("--why stands alone", subject="--why", hint=typed("tenuto", "show", where, "--why"))
     repo = repository(where)
     id = checkpoint(repo, run, step)
     if timing:
@@ -91,6 +96,9 @@ def show(
         show_path(repo, id, path, json=json, depth=depth, rank=rank)
         return
     manifest = repo.manifest(id)
+    if why:
+        _why(manifest, json)
+        return
     loaded = contents(repo, manifest)
     notes = notes_of(repo, id)
     if json:
@@ -123,6 +131,18 @@ def _check(where: str, path: str | None, rank: int | None, timing: bool, *, sect
         )
     if rank is not None and path is None:
         raise UsageError("--rank goes with a PATH", hint=typed("tenuto", "show", where, "#private", "--rank", rank))
+
+
+def _why(manifest: Manifest, json: bool) -> None:
+    """Says why the checkpoint was saved when it was, a line for each part of the reason."""
+    reason = str(manifest.environment.get("why") or "")
+    parts = [part for part in reason.split("; ") if part]
+    if json:
+        output.document("show", {"checkpoint": manifest.id, "why": reason or None, "parts": parts})
+        return
+    rows = [("why then" if number == 0 else "", part) for number, part in enumerate(parts)]
+    output.line(str(manifest.id))
+    output.line(output.rows(rows or [("why then", "unknown: no policy asked for it")]))
 
 
 def _page(repo: Repo, where: str, manifest: Manifest, loaded: Contents, notes: tuple[Note, ...]) -> None:

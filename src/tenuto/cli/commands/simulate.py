@@ -12,17 +12,19 @@ from tenuto.cli.console.help_text import examples
 from tenuto.errors import UsageError
 
 if TYPE_CHECKING:
+    from tenuto.policy.prediction import Predictor
     from tenuto.policy.simulation import Job, Outcome
 
 EXAMPLES = examples(
     "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54",
     "tenuto simulate --mtbf 10m --memory 10s --memory-restart 5s --days 3",
+    "tenuto simulate --stall 2m --mtbf 12h --predictor 0.8,0.6,5m",
 )
 
 
 def simulate(
     *,
-    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Between failures of the whole job.")] = "3.09h",
+    mtbf: Annotated[str, typer.Option(metavar="TIME", help="Between failures.")] = "3.09h",
     days: Annotated[float, typer.Option(metavar="N", help="Of useful work.")] = 30.0,
     gpus: Annotated[int, typer.Option(metavar="N", help="For what it comes to in their hours.")] = 1,
     stall: Annotated[str, typer.Option(metavar="TIME", help="That a save blocks training for.")] = "0.2s",
@@ -34,6 +36,7 @@ def simulate(
     memory_stall: Annotated[str, typer.Option(metavar="TIME", help="What one of them costs.")] = "0s",
     memory_restart: Annotated[str, typer.Option(metavar="TIME", help="From there.")] = "5s",
     node_share: Annotated[float, typer.Option(metavar="SHARE", help="Of failures that lose a node.")] = 0.25,
+    predictor: Annotated[str, typer.Option(metavar="P,R,TIME", help="Of failures: precision, recall, lead.")] = "",
     shape: Annotated[float, typer.Option(metavar="K", help="Weibull shape of failures.")] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="For the times of failures.")] = 0,
     json: options.Json = False,
@@ -65,6 +68,7 @@ def simulate(
         memory_stall_s=time_of(memory_stall, "--memory-stall"),
         memory_restart_s=time_of(memory_restart, "--memory-restart"),
         node_share=node_share,
+        predictor=_predictor(predictor) if predictor else None,
     )
     found = simulated(job, seed)
     if json:
@@ -73,8 +77,22 @@ def simulate(
         _show(job, found, gpus)
 
 
+def _predictor(text: str) -> Predictor:
+    """Returns the predictor of `0.8,0.6,5m`. Raises UsageError."""
+    from tenuto.model.sizes import parse_time
+    from tenuto.policy.prediction import Predictor
+
+    try:
+        precision, recall, lead = text.split(",")
+        return Predictor(float(precision), float(recall), parse_time(lead, "--predictor"))
+    except ValueError:
+        hint = "--predictor 0.8,0.6,5m"
+        raise UsageError(f"{text!r} is no precision, recall and lead", subject="--predictor", hint=hint) from None
+
+
 def _show(job: Job, found: Outcome, gpus: int) -> None:
     from tenuto.policy.interval import waste
+    from tenuto.policy.prediction import predicted_waste
     from tenuto.units import count, seconds
 
     def row(name: str, value_s: float) -> tuple[str, str]:
@@ -91,8 +109,18 @@ def _show(job: Job, found: Outcome, gpus: int) -> None:
         ("failures", f"{count(found.failures, 'failure')}, {per_day:.1f} a day{memory}"),
         ("saves", f"after each {seconds(found.between_saves_s)} of work"),
     ]
+    if (heeds := job.heeds) is not None:
+        heeded = f"{found.alarms:,} heeded: a save where {seconds(heeds.stake_s)} of work are at stake, then"
+        rows.append(("alarms", f"{heeded} after each {seconds(heeds.window_s)}"))
+    elif job.predictor is not None:
+        rows.append(("alarms", "not worth anything: they cost more than they keep, or come too late for a save"))
     if job.memory_s is None and job.shape == 1:
-        expected = 1 - waste(found.between_saves_s, job.costs, job.mtbf_s, job.restart_s)
-        rows.append(("expected", f"{expected:8.3%}  by the closed form, without chance"))
+        if heeds is None or job.predictor is None:
+            lost = waste(found.between_saves_s, job.costs, job.mtbf_s, job.restart_s)
+        else:
+            lost = predicted_waste(
+                found.between_saves_s, job.costs, job.mtbf_s, job.predictor, restart_s=job.restart_s
+            )  # fmt: skip
+        rows.append(("expected", f"{1 - lost:8.3%}  by the closed form, without chance"))
     output.line(f"effective training time ratio {found.ettr:.4f}")
     output.line(output.rows(rows))

@@ -53,7 +53,7 @@ GROUPS: Final[Mapping[str, Sequence[str]]] = {
     "formats": ("import", "migrate", "export"),
     "memory": ("flush", "memory"),
     "seal": ("key", "sign"),
-    "run": ("run", "chaos", "simulate"),
+    "run": ("run", "chaos", "simulate", "risk"),
     "try": ("bench", "probe", "demo"),
 }
 """The commands, as `tenuto --help` groups them."""
@@ -189,6 +189,8 @@ def _spelling(param: Any) -> str:
 def _explained(param: Any) -> str:
     text = param.help or ""
     default = param.default
-    if _is_argument(param) or param.is_flag or callable(default) or default in (None, "", (), []):
+    if _is_argument(param) or param.is_flag or param.show_default is False:
+        return text
+    if callable(default) or default in (None, "", (), []):
         return text
     return f"{text}  [default: {default:g}]" if isinstance(default, float) else f"{text}  [default: {default}]"

@@ -116,6 +116,10 @@ class StateEncoder:
         self._looked = True
         return () if self._baseline is None else self._baseline.homes
 
+    def begin_afresh(self) -> None:
+        """Has the first save name nothing of what its attempt continues from."""
+        self._looked = True
+
     def _sealed(self) -> int | None:
         return None if self.keys is None else self.keys.number
 

@@ -146,6 +146,11 @@ class Saver:
         with self._lock:
             return self._has_room()
 
+    def begin_afresh(self) -> None:
+        """Has the first save name no data of earlier checkpoints; the next ones may name that save's."""
+        if self._encoder is not None:
+            self._encoder.begin_afresh()
+
     def prewarm(self, flattened: Flattened) -> float:
         """Plans and takes the memory that saves of this state need; returns the seconds it took."""
         began = time.perf_counter()

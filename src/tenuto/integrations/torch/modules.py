@@ -290,8 +290,7 @@ def _refuse_engine(module: nn.Module, path: str) -> None:
         raise StateError(
             f"{path or ROOT}: the state_dict() of a DeepSpeedEngine has the weights alone, and not its optimizer",
             subject=path,
-            hint="pass engine.module, and with it, as tenuto.per_rank(…), an object with the state_dict and "
-            "load_state_dict of engine.optimizer",
+            hint="pass tenuto.deepspeed.state(engine), with whatever else the training has",
         )
 
 

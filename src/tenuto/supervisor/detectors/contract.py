@@ -115,7 +115,8 @@ class Predictor(Protocol):
     """Foresees the end of a training by all samples together."""
 
     def observe(self, samples: Iterable[Sample], now: float) -> Finding | None:
-        """Takes what is new since the last call, twice a second, and returns the finding `risk` as long as it holds.
+        """Takes what is new since the last call, twice a second, and returns the finding `risk` each time that it is to
+        be acted upon: it alone says how often.
 
         samples: of all sources, END too, oldest first; often none. now: seconds since 1970. It runs in the supervisor:
         it does no I/O, and takes well under a millisecond on the average.

@@ -365,6 +365,8 @@ KEYS: Final[tuple[Key | Table, ...]] = (
                 "Whose notices of preemption are read.", "The machine's firmware names its cloud.", '"auto"'),
             Key("record", PATH, "run.--record", "Appends what is read of the machine to this file.",
                 "No file unless asked for."),
+            Key("risk", TEXT, "run.--risk", "What foresees faults: `rules`, `off`, or a model's file.",
+                "Rules need no training.", '"rules"'),
         ),
         "run",
         "What `tenuto run` does, where its options do not say.",

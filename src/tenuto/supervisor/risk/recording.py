@@ -1,0 +1,54 @@
+"""Reads recordings of what detectors read: JSON lines, one file for each job."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tenuto.errors import UsageError
+from tenuto.supervisor.detectors.contract import Sample
+
+
+def read_recording(path: Path, newest: int | None = None) -> list[Sample]:
+    """Returns the samples of a file in the order of their times, or the last `newest` of them. A last line that was cut
+    off is left out. Raises UsageError for a file that cannot be read, or is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = list(deque(enumerate(file, 1), newest))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"{path} cannot be read: {why}", subject=str(path)) from None
+    found = []
+    for number, line in lines:
+        try:
+            if line.strip():
+                found.append(Sample.read(line))
+        except ValueError as error:
+            if number == lines[-1][0] and not line.endswith("\n"):
+                break  # the recorder was killed within it
+            raise UsageError(
+                f"{path}, line {number}: {error}",
+                subject=str(path),
+                hint="tenuto run --record telemetry.jsonl -- python train.py",
+            ) from None
+    return sorted(found, key=lambda sample: sample.at)
+
+
+def read_all(paths: Sequence[Path]) -> list[list[Sample]]:
+    """Returns the samples of each file; of a directory, those of each `*.jsonl` in it. Raises UsageError for none."""
+    files = [file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
+    found = [samples for file in files if (samples := read_recording(file))]
+    if not found:
+        raise UsageError("there are no samples", hint="tenuto run --record telemetry.jsonl -- python train.py")
+    return found
+
+
+def write_recording(path: Path, samples: Iterable[Sample]) -> None:
+    """Writes samples as a recording. Raises UsageError where that is not possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(f"{sample.line()}\n" for sample in samples)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", subject=str(path)) from None
