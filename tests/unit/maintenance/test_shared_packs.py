@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tenuto.events import Emitter
-from tenuto.maintenance import copy_elsewhere, retention
+from tenuto.maintenance import copy_elsewhere, copy_plan, retention
 from tenuto.maintenance.gc import free_expired
 from tenuto.maintenance.inspect import inspect
 from tenuto.maintenance.shared_packs import lacking, packs_of
@@ -104,7 +104,7 @@ class History(World):
         assert not self.fill.error, self.fill.error
 
     def copy_away(self) -> None:
-        plan = copy_elsewhere.plan_copy(self.repo, self.elsewhere)
+        plan = copy_plan.plan_copy(self.repo, self.elsewhere)
         report = copy_elsewhere.execute(self.repo, self.elsewhere, plan, prune=self.random.random() < 0.5)
         assert not report.failed, report.failed
 
