@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, TypeVar
@@ -154,12 +154,12 @@ class _Copying:
                     self._guarded(failed, self._bring_from_here, name)
                 elif object_names.is_key_ring(name):
                     self._guarded(failed, self._bring_keys, name)
-            for task in (*self.plan.bases, *self.plan.tasks):
+            for task in self.plan.bases:
+                self._check_stop()
+                self._guarded(failed, self._mend_base, task.id)
+            for task in self.plan.tasks:
                 self._check_stop()
                 try:
-                    if task in self.plan.bases:
-                        self._bring_base(self._base(task.id))
-                        continue
                     self._copy(task.id)
                     copied.append(task.id)
                 except CheckpointNotFound:
@@ -225,6 +225,7 @@ class _Copying:
                 self._bring(f"{id.directory}/{entry.name}", self.repo.index_bytes(id, entry))
             packs = [(rank, file) for rank in range(len(found.indexes)) for file in self._lacking(found, rank)]
             parallel_for(lambda one: self._copy_pack(found, *one), packs, _THREADS)
+            parts = [*(f"{id.directory}/{entry.name}" for entry in found.tables), *packs_of(self.repo, found)]
         except CorruptionError:
             if not self.repo.exists(id):
                 raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id)) from None
@@ -234,17 +235,24 @@ class _Copying:
             raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id))
         began_before = object_names.begin_name(id) in self.plan.there
         self._bring(id.manifest, data)
-        self._check_parts(found)
+        self._check_parts(id, parts)
         if began_before:
             out_of_trash(self.target, id)
         for note in self.repo.store.walk(object_names.notes_directory(id)):
             if note.name not in self._there:
                 self._bring_from_here(note.name)
 
-    def _base(self, id: CheckpointId) -> Base:
-        """Returns a checkpoint on which others rest, with all of its own packs."""
-        manifest, data = manifest_of(self.repo, id)
-        return Base(manifest, data, tuple(own_packs(self.repo, manifest)))
+    def _mend_base(self, id: CheckpointId) -> None:
+        """Brings what is lacking there of a checkpoint that was removed here and on which others rest. Leaves it as it
+        is where it is freed here by now."""
+        try:
+            manifest, data = manifest_of(self.repo, id)
+            self._bring_base(Base(manifest, data, tuple(own_packs(self.repo, manifest))))
+        except CheckpointNotFound:
+            return
+        except CorruptionError:
+            if self.repo.store.children(object_names.trash_directory(id)).objects:
+                raise
 
     def _bring_base(self, base: Base) -> None:
         """Brings all of a checkpoint but its manifest, which lies in the trash there until it is copied itself."""
@@ -284,11 +292,9 @@ class _Copying:
         if self._emitter.listened:
             self._emitter.emit(Progress("replicate", self.plan.to, done, max(done, self.plan.bytes)))
 
-    def _check_parts(self, manifest: Manifest) -> None:
+    def _check_parts(self, id: CheckpointId, parts: Sequence[str]) -> None:
         """Takes the manifest back where a part is gone by now: another process has found this checkpoint removed."""
-        id = manifest.id
-        parts = [f"{id.directory}/{entry.name}" for entry in manifest.tables]
-        if lacking(self.target, [*parts, *packs_of(self.repo, manifest)]):
+        if lacking(self.target, parts):
             self.target.delete([id.manifest])
             raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id))
 
@@ -355,7 +361,10 @@ class _Copying:
         return exists(home_of(self.repo.store), object_names.begin_name(id)) or self.repo.exists(id)
 
     def _withdraw(self, id: CheckpointId) -> None:
-        """Takes back the parts of a checkpoint that was removed here before all of it was copied."""
+        """Takes back the parts of a checkpoint that was removed here before all of it was copied; not of what lies in
+        the trash there, for others rest on it."""
+        if self.target.children(object_names.trash_directory(id)).objects:
+            return
         mark = encode_aborted(Aborted(id, "", "its original was removed while it was copied"), self.repo.id)
         try:
             self.target.put_if_absent(id.manifest, Bytes(mark), token=self._token)
@@ -367,17 +376,24 @@ class _Copying:
 
     def _prune(self, id: CheckpointId) -> None:
         """Removes a checkpoint there; what others may rest on waits in the trash."""
-        data = self.target.get(id.manifest, limit=MAX_MANIFEST)
+        try:
+            data = self.target.get(id.manifest, limit=MAX_MANIFEST)
+        except ObjectNotFound:
+            return  # another process has removed it
         self._bring(f"{object_names.trash_directory(id)}/{digest(data).hex()}.json", data)
         self.target.delete([id.manifest])
 
     def _free_unneeded(self, waiting: Collection[CheckpointId]) -> None:
-        """Frees what lies in the trash there and no checkpoint rests on."""
+        """Frees what lies in the trash there and no checkpoint rests on. What another process has copied meanwhile and
+        rests on it is taken back: the next call brings both."""
         copy = Repo.open(self.target)
-        needed = needed_in(copy, copy.checkpoints())
-        for id in sorted(waiting):
-            if id not in needed:
-                free_in(self.target, id)
+        there = copy.checkpoints()
+        freed = set(waiting).difference(there, needed_in(copy, there))
+        for id in sorted(freed):
+            free_in(self.target, id)
+        for id in set(copy.checkpoints()).difference(there) if freed else ():
+            if not freed.isdisjoint(needed_in(copy, [id])):
+                self.target.delete([id.manifest])
 
     def _prunable(self) -> list[CheckpointId]:
         """Returns what this repository has removed and nothing in the copy needs: no name, and never the newest whole

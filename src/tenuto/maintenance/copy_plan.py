@@ -106,6 +106,7 @@ def plan_copy(
         lacks = tuple(name for name in names if there.get(name) != here[name])
         nbytes = sum(here[name] for name in lacks if object_names.is_pack(name))
         if id in resting and id.manifest not in here:
+            lacks = tuple(name for name in lacks if not object_names.is_note(name[len(id.directory) + 1 :]))
             bases += [CopyTask(id, lacks, nbytes, False)] if lacks else []
             continue
         if (ids is not None and id not in ids) or not _is_checkpoint(repo, id, here, there):

@@ -36,9 +36,15 @@ class Mortal(DelegatingStore):
 
     left = -1
     after = False
+    until = -1
+    meanwhile: Any = None
+    """What another process does at the call that `until` counts down to."""
 
     def _acts(self, act: Any) -> Any:
         self.left -= 1
+        self.until -= 1
+        if self.until == 0:
+            self.meanwhile()
         if self.left == 0 and not self.after:
             raise Abandoned
         done = act()
@@ -119,6 +125,23 @@ class History(World):
         finally:
             place.left = -1
 
+    def meanwhile(self, place: Mortal, work: Any) -> None:
+        """Does something, while the training saves and removes, or somebody else fills the same place."""
+
+        def another() -> None:
+            if self.random.random() < 0.7:
+                for _ in range(self.random.randint(1, 3)):
+                    self.save_some()
+                self.retain()
+            else:
+                self.copy_away()
+
+        place.until, place.meanwhile = self.random.randint(1, 40), another
+        try:
+            work()
+        finally:
+            place.until = -1
+
     def check(self) -> None:
         for store in (self.store, self.slow.inner, self.elsewhere.inner):
             assert_whole_by_itself(Repo(store, self.repo.id, CHUNK))
@@ -152,9 +175,9 @@ def test_i6_i7_every_place_has_what_its_checkpoints_rest_on_and_no_more_in_the_e
         elif what == "retain":
             world.retain()
         elif what == "fill":
-            world.dying(world.slow, world.fill_tier)
+            world.random.choice((world.dying, world.meanwhile))(world.slow, world.fill_tier)
         elif what == "copy":
-            world.dying(world.elsewhere, world.copy_away)
+            world.random.choice((world.dying, world.meanwhile))(world.elsewhere, world.copy_away)
         else:
             world.start()
         world.check()
