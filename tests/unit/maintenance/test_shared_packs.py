@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from tenuto.crashpoints import armed
+from tenuto.errors import StoreError
 from tenuto.events import Emitter
-from tenuto.maintenance import copy_elsewhere, copy_plan, retention
+from tenuto.maintenance import copy_elsewhere, copy_plan, replicate, retention
 from tenuto.maintenance.gc import free_expired
 from tenuto.maintenance.inspect import inspect
+from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import lacking, packs_of
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Receipt
@@ -194,3 +197,42 @@ def test_i6_i7_every_place_has_what_its_checkpoints_rest_on_and_no_more_in_the_e
     world.check()
     copy = Repo(world.elsewhere, world.repo.id, CHUNK)
     assert newest in copy.checkpoints()
+
+
+def test_a_copy_that_failed_frees_nothing_that_others_rest_on_there() -> None:
+    """The tier has what was saved on a checkpoint, as a fork is, before that checkpoint itself."""
+    world = History(0)
+    world.fill.keep = keep.all()
+    first = world.save(world.attempt, 1)
+    second = world.save_on(world.attempt, 2, first)
+    world.fill_tier()
+
+    def away() -> None:
+        raise StoreError("the tier is away", subject=world.slow.url)
+
+    world.fill._add(first, 1, 0.0)
+    world.slow.until, world.slow.meanwhile = 1, away
+    world.fill._round()
+    assert world.fill.error
+    world.fill._next_try_s = 0.0
+    world.save(world.attempt, 3)
+    world.fill_tier()
+    assert world.fill.whole >= {second, latest(world.repo, "main")}
+    world.check()
+
+
+def test_replicate_leaves_no_checkpoint_whose_base_is_freed_there_meanwhile() -> None:
+    world = History(0)
+    first = world.save(world.attempt, 1)
+    second = world.save_on(world.attempt, 2, first)
+
+    def free() -> None:
+        free_in(world.slow.inner, first)
+
+    with armed("packs copied, checkpoint not looked for again", free):
+        report = replicate.execute(world.repo, replicate.plan_replicate(world.repo, [second]))
+    assert "was removed from" in report.failed[0].message
+    assert not Repo(world.slow, world.repo.id, CHUNK).exists(second)
+    assert not replicate.execute(world.repo, replicate.plan_replicate(world.repo, [second])).failed
+    assert Repo(world.slow, world.repo.id, CHUNK).exists(second)
+    world.check()
