@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import pty
 import struct
@@ -76,6 +77,8 @@ def _start(
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
+        # What earlier tests have left uncollected belongs to threads that a fork does not have, those of Rust among them.
+        gc.freeze()
         _run(words, streams, where, prepare, environment)
     return child
 
