@@ -77,7 +77,7 @@ def _start(
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
-        # What earlier tests have left uncollected belongs to threads that a fork does not have, those of Rust among them.
+        # What earlier tests have left uncollected may belong to threads of Rust, which a fork does not have.
         gc.freeze()
         _run(words, streams, where, prepare, environment)
     return child

@@ -60,7 +60,8 @@ class Care:
         the report.
         """
         from tenuto.maintenance.compare_copy import check_copy
-        from tenuto.maintenance.copy_elsewhere import execute, plan_copy
+        from tenuto.maintenance.copy_elsewhere import execute
+        from tenuto.maintenance.copy_plan import plan_copy
         from tenuto.maintenance.copy_record import is_copy
 
         target = open_store(to)

@@ -10,7 +10,8 @@ from typing import Literal
 from tenuto.engine.read.chunk_reader import scan_threads
 from tenuto.errors import CopyDiverged, CorruptionError, ObjectNotFound, StoreError
 from tenuto.events import Emitter, Progress
-from tenuto.maintenance.copy_elsewhere import CopyPlan, diverged, plan_copy
+from tenuto.maintenance.copy_elsewhere import diverged
+from tenuto.maintenance.copy_plan import CopyPlan, plan_copy
 from tenuto.maintenance.inspect import inspect, scan
 from tenuto.maintenance.replica_tidy import is_ahead
 from tenuto.model import canonical_json

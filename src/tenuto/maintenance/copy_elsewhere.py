@@ -1,6 +1,6 @@
 """A verified copy of checkpoints in another store, which is read by itself when this repository is lost.
 
-The plan compares two listings and reads next to nothing. What the copy lacks goes there in the order of a save: claims,
+What the copy lacks (`copy_plan`) goes there in the order of a save: claims,
 `begin.json`, indexes, data files, the manifest last. Every byte is checked against its digest on the way. Each object
 appears whole or not at all, so a copy that was cut off goes on with the first object that is not there.
 
@@ -10,18 +10,14 @@ process that copies the same checkpoint either finds the mark, or finds afterwar
 
 from __future__ import annotations
 
-import hashlib
-import re
-import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, TypeVar
 
 from tenuto.codec.digest import digest
-from tenuto.concurrency.process import judge, this_process
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.read.copy_packs import Counted, copy_pack
@@ -37,8 +33,8 @@ from tenuto.errors import (
     TenutoError,
 )
 from tenuto.events import Emitter, Progress
-from tenuto.maintenance.census import ids_in_trash, is_run
-from tenuto.maintenance.copy_record import become_copy, check_target, identity_of
+from tenuto.maintenance.copy_plan import NAMED_BY, CopyPlan, token
+from tenuto.maintenance.copy_record import become_copy
 from tenuto.maintenance.inspect import inspect
 from tenuto.maintenance.replica_tidy import free_in, is_ahead
 from tenuto.maintenance.shared_packs import (
@@ -53,73 +49,20 @@ from tenuto.maintenance.shared_packs import (
     put_base,
 )
 from tenuto.model import canonical_json
-from tenuto.model.ids import CheckpointId, run_key
+from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest, encode_aborted
-from tenuto.repo.refs import Kind, list_refs, numbers
+from tenuto.repo.refs import list_refs, numbers
 from tenuto.repo.replicated.places import home_of
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Bytes, Entry, Store, is_leftover
+from tenuto.store.contract import Bytes, Store
 
 _THREADS: Final = 4
 """Data files that are copied at once."""
-_DAY_NS: Final = 24 * 3600 * 10**9
-_NAMED_BY: Final[tuple[Kind, ...]] = ("tag", "pin", "hold")
-"""The kinds of refs that are copied: what people keep stays kept where a copy is promoted."""
-
-Lengths = Mapping[str, int]
 One = TypeVar("One")
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTask:
-    """What a copy lacks of a checkpoint, by name. `bytes`: of its data files. `missed`: whether the checkpoint is not
-    there at all."""
-
-    id: CheckpointId
-    lacks: tuple[str, ...]
-    bytes: int
-    missed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
-    """What to copy.
-
-    tasks: the newest of each run first.
-    whole: how many checkpoints the copy has already.
-    bases: removed here, and kept in the trash there for the packs that others need: those that lack something.
-    small: claims, refs and proofs that it lacks.
-    removed: what the copy has and this repository has no more.
-    parts: saves of which the copy has some, and this repository nothing.
-    leftovers: of puts there that did not finish, whoever's.
-    there: the copy's objects and their lengths.
-    """
-
-    where: str
-    to: str
-    tasks: tuple[CopyTask, ...]
-    whole: int
-    small: tuple[str, ...]
-    removed: tuple[CheckpointId, ...]
-    parts: tuple[CheckpointId, ...]
-    leftovers: tuple[str, ...]
-    there: Lengths = field(repr=False)
-    bases: tuple[CopyTask, ...] = ()
-    resting: frozenset[CheckpointId] = frozenset()
-    """What lies in the trash of the copy for others that rest on it."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(task.bytes for task in (*self.tasks, *self.bases))
-
-    @property
-    def behind(self) -> int:
-        """Returns how many checkpoints the copy does not have."""
-        return sum(task.missed for task in self.tasks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,114 +109,6 @@ class CopyReport:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# The plan.
-
-
-def plan_copy(
-    repo: Repo,
-    target: Store,
-    *,
-    run: str | None = None,
-    ids: Collection[CheckpointId] | None = None,
-    damaged: Collection[str] = (),
-) -> CopyPlan:
-    """Plans a copy, from one listing of each store. `run`, `ids`: only these. `damaged`: objects of the copy that are
-    known to be, and count as not there.
-
-    Raises StoreError if the repository is not where it was when it was opened: nothing there would look like all
-    removed; and RepositoryError if the target cannot be this repository's copy.
-    """
-    identity_of(repo)
-    check_target(repo, target)
-    prefix = object_names.RUNS if run is None else object_names.run_directory(run)
-    listed = list(target.walk(prefix, leftovers=True))
-    there = {entry.name: entry.length for entry in listed if not is_leftover(entry.name)}
-    for name in damaged:
-        if name in there:
-            there[name] = -1  # it is there, and no object has this length
-    here = {entry.name: entry.length for entry in repo.store.walk(prefix)}
-    tasks, whole = [], 0
-    mine, theirs = _saves(here), _saves(there)
-    resting = frozenset(_in_trash(target, run))
-    bases = []
-    for id, names in mine.items():
-        lacks = tuple(name for name in names if there.get(name) != here[name])
-        nbytes = sum(here[name] for name in lacks if object_names.is_pack(name))
-        if id in resting and id.manifest not in here:
-            bases += [CopyTask(id, lacks, nbytes, False)] if lacks else []
-            continue
-        if (ids is not None and id not in ids) or not _is_checkpoint(repo, id, here, there):
-            continue
-        whole += not lacks
-        tasks += [CopyTask(id, lacks, nbytes, id.manifest not in there)] if lacks else []
-    claims = [name for name in here if name.endswith(f"/{object_names.ATTEMPT}")]
-    small = [name for name in claims if there.get(name) != here[name]]
-    if run is None and ids is None:
-        for other in (*(f"refs/{kind}" for kind in _NAMED_BY), object_names.PROOFS):
-            small += _missing(repo.store, target, other)
-    small += _missing(repo.store, target, object_names.KEYS)
-    removed = [id for id, names in theirs.items() if id.manifest in names and not _is_checkpoint(repo, id, here, there)]
-    parts = [id for id, names in theirs.items() if id.manifest not in names and id not in mine and id not in resting]
-    return CopyPlan(
-        where=repo.url,
-        to=target.url,
-        tasks=tuple(_by_age(tasks)),
-        whole=whole,
-        small=tuple(small),
-        removed=tuple(removed) if ids is None else (),
-        parts=tuple(parts) if ids is None else (),
-        leftovers=tuple(_dead(listed)),
-        there=there,
-        bases=tuple(bases),
-        resting=resting,
-    )
-
-
-def _in_trash(target: Store, run: str | None) -> Iterator[CheckpointId]:
-    copy = Repo(target, "", 0)
-    for one in filter(is_run, target.children("trash").directories) if run is None else [run_key(run)]:
-        yield from ids_in_trash(copy, one)
-
-
-def _missing(here: Store, there: Store, prefix: str) -> list[str]:
-    known = {entry.name for entry in there.walk(prefix)}
-    return [entry.name for entry in here.walk(prefix) if entry.name not in known]
-
-
-def _saves(names: Lengths) -> dict[CheckpointId, list[str]]:
-    """Returns the objects that belong to saves, by save."""
-    found: dict[CheckpointId, list[str]] = {}
-    for name in names:
-        id = object_names.save_of(name)
-        if id is None:
-            continue
-        file = name[len(id.directory) + 1 :]
-        own = file in (object_names.BEGIN, object_names.MANIFEST) or object_names.is_note(file)
-        if own or object_names.is_pack(name) or object_names.is_index(name):
-            found.setdefault(id, []).append(name)
-    return found
-
-
-def _is_checkpoint(repo: Repo, id: CheckpointId, here: Lengths, there: Lengths) -> bool:
-    """Returns whether the listing shows a checkpoint; reads only what may be the mark of an aborted save."""
-    length = here.get(id.manifest)
-    if length is None:
-        return False
-    return length > MAX_ABORTED or length == there.get(id.manifest) or repo.exists(id)
-
-
-def _by_age(tasks: Sequence[CopyTask]) -> Iterator[CopyTask]:
-    """Yields the newest of each run, then the second newest of each, and so on."""
-    newest = sorted(tasks, key=lambda task: task.id, reverse=True)
-    aged = [(age, task) for _, some in groupby(newest, lambda task: task.id.run) for age, task in enumerate(some)]
-    yield from (task for _, task in sorted(aged, key=lambda one: one[0]))
-
-
-# --------------------------------------------------------------------------------------------------
-# Its execution.
-
-
 class _Stopped(Exception):
     """Raised in the middle of a put, which then leaves nothing."""
 
@@ -298,7 +133,7 @@ class _Copying:
         self.repo, self.target, self.plan = repo, target, plan
         self._emitter, self._stop = emitter, stop
         self._there = dict(plan.there)
-        self._token = _token()
+        self._token = token()
         self._claims: set[str] = set()
         self._bases: set[CheckpointId] = set()
         self._moved = self._bytes = 0
@@ -319,12 +154,12 @@ class _Copying:
                     self._guarded(failed, self._bring_from_here, name)
                 elif object_names.is_key_ring(name):
                     self._guarded(failed, self._bring_keys, name)
-            for task in (*self.plan.bases, *self.plan.tasks):
+            for task in self.plan.bases:
+                self._check_stop()
+                self._guarded(failed, self._mend_base, task.id)
+            for task in self.plan.tasks:
                 self._check_stop()
                 try:
-                    if task in self.plan.bases:
-                        self._bring_base(self._base(task.id))
-                        continue
                     self._copy(task.id)
                     copied.append(task.id)
                 except CheckpointNotFound:
@@ -390,6 +225,7 @@ class _Copying:
                 self._bring(f"{id.directory}/{entry.name}", self.repo.index_bytes(id, entry))
             packs = [(rank, file) for rank in range(len(found.indexes)) for file in self._lacking(found, rank)]
             parallel_for(lambda one: self._copy_pack(found, *one), packs, _THREADS)
+            parts = [*(f"{id.directory}/{entry.name}" for entry in found.tables), *packs_of(self.repo, found)]
         except CorruptionError:
             if not self.repo.exists(id):
                 raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id)) from None
@@ -399,17 +235,24 @@ class _Copying:
             raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id))
         began_before = object_names.begin_name(id) in self.plan.there
         self._bring(id.manifest, data)
-        self._check_parts(found)
+        self._check_parts(id, parts)
         if began_before:
             out_of_trash(self.target, id)
         for note in self.repo.store.walk(object_names.notes_directory(id)):
             if note.name not in self._there:
                 self._bring_from_here(note.name)
 
-    def _base(self, id: CheckpointId) -> Base:
-        """Returns a checkpoint on which others rest, with all of its own packs."""
-        manifest, data = manifest_of(self.repo, id)
-        return Base(manifest, data, tuple(own_packs(self.repo, manifest)))
+    def _mend_base(self, id: CheckpointId) -> None:
+        """Brings what is lacking there of a checkpoint that was removed here and on which others rest. Leaves it as it
+        is where it is freed here by now."""
+        try:
+            manifest, data = manifest_of(self.repo, id)
+            self._bring_base(Base(manifest, data, tuple(own_packs(self.repo, manifest))))
+        except CheckpointNotFound:
+            return
+        except CorruptionError:
+            if self.repo.store.children(object_names.trash_directory(id)).objects:
+                raise
 
     def _bring_base(self, base: Base) -> None:
         """Brings all of a checkpoint but its manifest, which lies in the trash there until it is copied itself."""
@@ -449,11 +292,9 @@ class _Copying:
         if self._emitter.listened:
             self._emitter.emit(Progress("replicate", self.plan.to, done, max(done, self.plan.bytes)))
 
-    def _check_parts(self, manifest: Manifest) -> None:
+    def _check_parts(self, id: CheckpointId, parts: Sequence[str]) -> None:
         """Takes the manifest back where a part is gone by now: another process has found this checkpoint removed."""
-        id = manifest.id
-        parts = [f"{id.directory}/{entry.name}" for entry in manifest.tables]
-        if lacking(self.target, [*parts, *packs_of(self.repo, manifest)]):
+        if lacking(self.target, parts):
             self.target.delete([id.manifest])
             raise CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id))
 
@@ -520,7 +361,10 @@ class _Copying:
         return exists(home_of(self.repo.store), object_names.begin_name(id)) or self.repo.exists(id)
 
     def _withdraw(self, id: CheckpointId) -> None:
-        """Takes back the parts of a checkpoint that was removed here before all of it was copied."""
+        """Takes back the parts of a checkpoint that was removed here before all of it was copied; not of what lies in
+        the trash there, for others rest on it."""
+        if self.target.children(object_names.trash_directory(id)).objects:
+            return
         mark = encode_aborted(Aborted(id, "", "its original was removed while it was copied"), self.repo.id)
         try:
             self.target.put_if_absent(id.manifest, Bytes(mark), token=self._token)
@@ -532,23 +376,30 @@ class _Copying:
 
     def _prune(self, id: CheckpointId) -> None:
         """Removes a checkpoint there; what others may rest on waits in the trash."""
-        data = self.target.get(id.manifest, limit=MAX_MANIFEST)
+        try:
+            data = self.target.get(id.manifest, limit=MAX_MANIFEST)
+        except ObjectNotFound:
+            return  # another process has removed it
         self._bring(f"{object_names.trash_directory(id)}/{digest(data).hex()}.json", data)
         self.target.delete([id.manifest])
 
     def _free_unneeded(self, waiting: Collection[CheckpointId]) -> None:
-        """Frees what lies in the trash there and no checkpoint rests on."""
+        """Frees what lies in the trash there and no checkpoint rests on. What another process has copied meanwhile and
+        rests on it is taken back: the next call brings both."""
         copy = Repo.open(self.target)
-        needed = needed_in(copy, copy.checkpoints())
-        for id in sorted(waiting):
-            if id not in needed:
-                free_in(self.target, id)
+        there = copy.checkpoints()
+        freed = set(waiting).difference(there, needed_in(copy, there))
+        for id in sorted(freed):
+            free_in(self.target, id)
+        for id in set(copy.checkpoints()).difference(there) if freed else ():
+            if not freed.isdisjoint(needed_in(copy, [id])):
+                self.target.delete([id.manifest])
 
     def _prunable(self) -> list[CheckpointId]:
         """Returns what this repository has removed and nothing in the copy needs: no name, and never the newest whole
         checkpoint of a run. A checkpoint that this repository ought to know, and does not, stays."""
         copy = Repo.open(self.target)
-        named = {ref.id for ref in list_refs(copy, _NAMED_BY)}
+        named = {ref.id for ref in list_refs(copy, NAMED_BY)}
         home = home_of(self.repo.store)
         pair = ReplicatedStore(home, [home, self.target], 1)
         found = []
@@ -588,37 +439,3 @@ def diverged(copy: str, name: str, source: str) -> CopyDiverged:
         subject=name,
         hint="to keep both, copy into an empty place; else move that directory of the copy away",
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# Leftovers of puts that did not finish.
-
-_TOKEN: Final = re.compile(r"copy-([0-9]+)-([0-9]+)-([0-9a-f]{12})-[0-9a-f]+")
-
-
-def _token() -> str:
-    """Returns a token for this process's puts that tells others on this machine whether it still runs."""
-    own = this_process()
-    started = own.started if own.started.isdigit() else "0"
-    return f"copy-{own.pid}-{started}-{_machine()}-{secrets.token_hex(8)}"
-
-
-def _machine() -> str:
-    own = this_process()
-    return hashlib.sha256(f"{own.boot} {own.pid_namespace} {own.host}".encode()).hexdigest()[:12]
-
-
-def _dead(listed: Sequence[Entry]) -> Iterator[str]:
-    """Yields the leftovers whose writer is dead: a process of this machine that has ended, or one that has written
-    nothing for a day, by the store's own times."""
-    times = [entry.modified_ns for entry in listed if entry.modified_ns is not None]
-    machine = _machine()
-    for entry in listed:
-        if not is_leftover(entry.name):
-            continue
-        found = _TOKEN.search(entry.name)
-        if found is not None and found[3] == machine:
-            if judge(replace(this_process(), pid=int(found[1]), started=found[2])) == "dead":
-                yield entry.name
-        elif entry.modified_ns is not None and entry.modified_ns < max(times) - _DAY_NS:
-            yield entry.name

@@ -139,8 +139,9 @@ def free_in(place: Store, id: CheckpointId, *, manifest_last: bool = False) -> b
         name for name, file in final.items() if _is_own(file) or file in (object_names.BEGIN, object_names.MANIFEST)
     ]
     place.delete([] if manifest_last else [id.manifest])
-    place.delete([*own, *left])
+    # What it leaves while there is something of it is found again by its packs.
     place.delete([entry.name for entry in place.walk(object_names.trash_directory(id))] if own else [])
+    place.delete([*own, *left])
     place.delete([object_names.begin_name(id)])
     place.delete([id.manifest] if manifest_last else [])
     return any(map(object_names.is_pack, own))

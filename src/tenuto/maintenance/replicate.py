@@ -14,8 +14,8 @@ from tenuto.engine.read.copy_packs import copy_packs
 from tenuto.errors import CheckpointNotFound, CorruptionError, RepositoryError, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.replica_tidy import targets
-from tenuto.maintenance.shared_packs import out_of_trash
-from tenuto.maintenance.tier_copies import bring_bases
+from tenuto.maintenance.shared_packs import out_of_trash, packs_of
+from tenuto.maintenance.tier_copies import bring_bases, take_back_unless_whole
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.repo.format import object_names
@@ -135,17 +135,27 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
             _bring(repo, target, before)
             if copying.id is not None:
                 manifest = repo.manifest(copying.id)
+                _prepare(repo, target, copying.id)
                 bring_bases(repo, manifest, target, advance)
                 own = [name for name in copying.packs if object_names.save_of(name) == copying.id]
                 copy_packs(repo, manifest, dict.fromkeys(own), target, advance)
             _bring(repo, target, [name for name in copying.small if name not in before])
             if copying.id is not None and copying.id.manifest in copying.small:
                 out_of_trash(target, copying.id)
+                if manifest.bases:
+                    take_back_unless_whole(target, copying.id, packs_of(repo, manifest))
         except CheckpointNotFound:
             continue
         except (CorruptionError, StoreError) as error:
             failed.append(error)
     return ReplicateReport(done, tuple(failed))
+
+
+def _prepare(repo: Repo, target: Store, id: CheckpointId) -> None:
+    """Brings a place the `begin.json` of a checkpoint: it says there what that will rest on."""
+    places = places_of(repo.store)
+    if places is not None and target is not places.home:
+        places.replica(target).prepare(id.manifest)
 
 
 def _bring(repo: Repo, target: Store, names: Sequence[str]) -> None:

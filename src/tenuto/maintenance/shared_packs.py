@@ -153,4 +153,8 @@ def out_of_trash(target: Store, id: CheckpointId) -> None:
 def needed_in(copy: Repo, ids: Collection[CheckpointId]) -> Mapping[CheckpointId, CheckpointId]:
     """Returns what the checkpoints `ids` of a place rest on there, each with one of them. Raises CorruptionError where
     a manifest cannot be read: it may rest on anything."""
-    return {base: id for id in ids for base in copy.manifest(id).bases}
+    needed: dict[CheckpointId, CheckpointId] = {}
+    for id in ids:
+        with suppress(CheckpointNotFound):  # removed meanwhile
+            needed.update(dict.fromkeys(copy.manifest(id).bases, id))
+    return needed

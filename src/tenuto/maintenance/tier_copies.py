@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import takewhile
@@ -109,11 +109,18 @@ def fill(repo: Repo, place: Store, id: CheckpointId) -> bool:
     crashpoint("tier has a checkpoint")
     if made and there:
         out_of_trash(place, id)
-    if made and manifest.bases and (lost := lacking(place, needed)):
-        place.delete([id.manifest])  # whoever cleans up there has not seen it come
-        raise StoreError(f"{lost[0]} was removed from {place.url} while {id} was copied", subject=str(id))
+    if made and manifest.bases:
+        take_back_unless_whole(place, id, needed)
     copy_notes(repo, place, id)
     return made
+
+
+def take_back_unless_whole(place: Store, id: CheckpointId, needed: Collection[str]) -> None:
+    """Takes back the manifest of a checkpoint that was put just now where a data file that it needs is gone: whoever
+    cleans up there has not seen it come. Raises StoreError then."""
+    if lost := lacking(place, needed):
+        place.delete([id.manifest])
+        raise StoreError(f"{lost[0]} was removed from {place.url} while {id} was copied", subject=str(id))
 
 
 def bring_bases(

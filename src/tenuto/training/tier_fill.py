@@ -365,8 +365,9 @@ class FollowerFill(TierFill):
             manifest = self.repo.manifest(id)
             if not all(self.tiers.has(name) for name in packs_of(self.repo, manifest)):
                 raise NotHereYet
-        if self._half is not None and self._half != id:
-            free_in(self.tier.store, self._half)
+        half = self._half
+        if half not in (None, id) and not self.tier.store.children(object_names.trash_directory(half)).objects:
+            free_in(self.tier.store, half)  # nothing there rests on it
         self._half = id
         if tier_copies.fill(self.repo, self.tier.store, id):
             self._check_owner(id, self.attempt)

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from tenuto.maintenance.copy_elsewhere import execute, plan_copy
+from tenuto.maintenance.copy_elsewhere import execute
+from tenuto.maintenance.copy_plan import plan_copy
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.keys import find_key, ring_of
 from tenuto.repo.repository import Repo

@@ -13,6 +13,7 @@ from support.rank_threads import together
 from tenuto import every, keep
 from tenuto.cli import main
 from tenuto.crashpoints import armed
+from tenuto.engine.save import held_commit
 from tenuto.errors import RemovalRefused, RunInUse, SaveFailed, UsageError
 from tenuto.maintenance import repack
 from tenuto.maintenance.gc import execute, plan_gc
@@ -176,6 +177,28 @@ def test_one_that_fails_when_some_are_visible_keeps_what_they_rest_on(tmp_path: 
     freed(where)
     restored(where)
     assert_whole(Repo.open(open_store(where)))
+
+
+def test_one_whose_put_arrived_and_failed_keeps_what_it_rests_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "ckpts"
+    train(where)
+    repo = Repo.open(open_store(where))
+
+    def lost(*given: Any, **named: Any) -> None:
+        held_commit_put(*given, **named)
+        raise tenuto.errors.StoreError("the answer is lost", subject="disk")
+
+    held_commit_put = held_commit.commit
+    monkeypatch.setattr(held_commit, "commit", lost)
+    with pytest.raises(tenuto.errors.StoreError):
+        repack.execute(repo, repack.plan_repack(repo, "main", PRESETS["small"]))
+    monkeypatch.undo()
+    assert repo.manifest(repo.checkpoints()[-1]).bases, "it is visible, and rests on others"
+    restored(where)
+    freed(where)
+    restored(where)
 
 
 def test_what_comes_back_otherwise_is_never_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

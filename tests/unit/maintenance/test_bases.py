@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.crashpoints import armed
 from tenuto.errors import CorruptionError
-from tenuto.maintenance import copy_elsewhere, remove, retention, undelete
+from tenuto.maintenance import copy_elsewhere, copy_plan, remove, retention, undelete
 from tenuto.maintenance.census import census_of
 from tenuto.maintenance.gc import execute, free_expired, plan_gc
 from tenuto.maintenance.marks import valid_marks
@@ -349,14 +349,43 @@ def test_a_copy_elsewhere_takes_what_rests_on_others_with_those(world):
     first = world.save(attempt, 1)
     second, third = world.save_on(attempt, 2, first), world.save(attempt, 3)
     target = MemoryStore("elsewhere")
-    report = copy_elsewhere.execute(world.repo, target, copy_elsewhere.plan_copy(world.repo, target))
+    report = copy_elsewhere.execute(world.repo, target, copy_plan.plan_copy(world.repo, target))
     assert report.copied == (third, second, first)
     assert not report.failed
     assert_whole(Repo(target, world.repo.id, world.repo.chunk_bytes))
     rm(world, first)
     alone = MemoryStore("elsewhere, the second alone")
-    plan = copy_elsewhere.plan_copy(world.repo, alone, ids=[second])
+    plan = copy_plan.plan_copy(world.repo, alone, ids=[second])
     assert copy_elsewhere.execute(world.repo, alone, plan).copied == (second,)
     copy = Repo(alone, world.repo.id, world.repo.chunk_bytes)
     assert copy.checkpoints() == [second]
+    assert_whole(copy)
+
+
+def test_what_is_removed_while_it_is_copied_stays_where_something_rests_on_it(world):
+    attempt = world.claim()
+    first = world.save(attempt, 1)
+    second = world.save_on(attempt, 2, first)
+    target = MemoryStore("elsewhere, while retention works")
+    plan = copy_plan.plan_copy(world.repo, target)
+    rm(world, first)
+    report = copy_elsewhere.execute(world.repo, target, plan)
+    assert (report.copied, report.gone, report.failed) == ((second,), (first,), ())
+    assert_whole(Repo(target, world.repo.id, world.repo.chunk_bytes))
+
+
+def test_pruning_spares_what_has_become_a_checkpoint_of_the_copy(world):
+    """What lay in the trash there, for another one rested on it, is copied itself as that other one goes."""
+    attempt = world.claim()
+    first = world.save(attempt, 1)
+    second = world.save_on(attempt, 2, first)
+    target = MemoryStore("elsewhere, pruned")
+    copy_elsewhere.execute(world.repo, target, copy_plan.plan_copy(world.repo, target, ids=[second]))
+    third = world.save(attempt, 3)
+    rm(world, second)
+    visit(world, now=True)
+    report = copy_elsewhere.execute(world.repo, target, copy_plan.plan_copy(world.repo, target), prune=True)
+    assert (report.copied, report.pruned, report.failed) == ((third, first), (second,), ())
+    copy = Repo(target, world.repo.id, world.repo.chunk_bytes)
+    assert copy.checkpoints() == [first, third]
     assert_whole(copy)

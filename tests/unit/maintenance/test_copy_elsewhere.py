@@ -16,7 +16,8 @@ from tenuto.errors import CopyDiverged, CorruptionError, RemovalRefused, Reposit
 from tenuto.maintenance import copy_record
 from tenuto.maintenance.census import take_census
 from tenuto.maintenance.compare_copy import BEHIND
-from tenuto.maintenance.copy_elsewhere import execute, plan_copy
+from tenuto.maintenance.copy_elsewhere import execute
+from tenuto.maintenance.copy_plan import plan_copy
 from tenuto.maintenance.remove import execute as execute_removal
 from tenuto.maintenance.remove import plan_remove
 from tenuto.maintenance.verify import assert_whole
@@ -382,9 +383,9 @@ def test_a_source_that_cannot_be_written_is_copied_all_the_same(both: tuple[Path
 def test_a_dead_writers_leftover_goes_and_a_live_ones_stays(both: tuple[Path, Path]) -> None:
     source, to = both
     copy(source, to)
-    from tenuto.maintenance.copy_elsewhere import _token
+    from tenuto.maintenance.copy_plan import token as token_of
 
-    own = _token()
+    own = token_of()
     pid, started = own.split("-")[1:3]
     dead, live = own.replace(f"-{pid}-{started}-", f"-{pid}-{int(started) + 1}-"), own
     for token in (dead, live):

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from tenuto.crashpoints import armed
+from tenuto.errors import StoreError
 from tenuto.events import Emitter
-from tenuto.maintenance import copy_elsewhere, retention
+from tenuto.maintenance import copy_elsewhere, copy_plan, replicate, retention
 from tenuto.maintenance.gc import free_expired
 from tenuto.maintenance.inspect import inspect
+from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import lacking, packs_of
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Receipt
@@ -36,9 +39,15 @@ class Mortal(DelegatingStore):
 
     left = -1
     after = False
+    until = -1
+    meanwhile: Any = None
+    """What another process does at the call that `until` counts down to."""
 
     def _acts(self, act: Any) -> Any:
         self.left -= 1
+        self.until -= 1
+        if self.until == 0:
+            self.meanwhile()
         if self.left == 0 and not self.after:
             raise Abandoned
         done = act()
@@ -104,7 +113,7 @@ class History(World):
         assert not self.fill.error, self.fill.error
 
     def copy_away(self) -> None:
-        plan = copy_elsewhere.plan_copy(self.repo, self.elsewhere)
+        plan = copy_plan.plan_copy(self.repo, self.elsewhere)
         report = copy_elsewhere.execute(self.repo, self.elsewhere, plan, prune=self.random.random() < 0.5)
         assert not report.failed, report.failed
 
@@ -118,6 +127,23 @@ class History(World):
             self.start()
         finally:
             place.left = -1
+
+    def meanwhile(self, place: Mortal, work: Any) -> None:
+        """Does something, while the training saves and removes, or somebody else fills the same place."""
+
+        def another() -> None:
+            if self.random.random() < 0.7:
+                for _ in range(self.random.randint(1, 3)):
+                    self.save_some()
+                self.retain()
+            else:
+                self.copy_away()
+
+        place.until, place.meanwhile = self.random.randint(1, 40), another
+        try:
+            work()
+        finally:
+            place.until = -1
 
     def check(self) -> None:
         for store in (self.store, self.slow.inner, self.elsewhere.inner):
@@ -152,9 +178,9 @@ def test_i6_i7_every_place_has_what_its_checkpoints_rest_on_and_no_more_in_the_e
         elif what == "retain":
             world.retain()
         elif what == "fill":
-            world.dying(world.slow, world.fill_tier)
+            world.random.choice((world.dying, world.meanwhile))(world.slow, world.fill_tier)
         elif what == "copy":
-            world.dying(world.elsewhere, world.copy_away)
+            world.random.choice((world.dying, world.meanwhile))(world.elsewhere, world.copy_away)
         else:
             world.start()
         world.check()
@@ -171,3 +197,42 @@ def test_i6_i7_every_place_has_what_its_checkpoints_rest_on_and_no_more_in_the_e
     world.check()
     copy = Repo(world.elsewhere, world.repo.id, CHUNK)
     assert newest in copy.checkpoints()
+
+
+def test_a_copy_that_failed_frees_nothing_that_others_rest_on_there() -> None:
+    """The tier has what was saved on a checkpoint, as a fork is, before that checkpoint itself."""
+    world = History(0)
+    world.fill.keep = keep.all()
+    first = world.save(world.attempt, 1)
+    second = world.save_on(world.attempt, 2, first)
+    world.fill_tier()
+
+    def away() -> None:
+        raise StoreError("the tier is away", subject=world.slow.url)
+
+    world.fill._add(first, 1, 0.0)
+    world.slow.until, world.slow.meanwhile = 1, away
+    world.fill._round()
+    assert world.fill.error
+    world.fill._next_try_s = 0.0
+    world.save(world.attempt, 3)
+    world.fill_tier()
+    assert world.fill.whole >= {second, latest(world.repo, "main")}
+    world.check()
+
+
+def test_replicate_leaves_no_checkpoint_whose_base_is_freed_there_meanwhile() -> None:
+    world = History(0)
+    first = world.save(world.attempt, 1)
+    second = world.save_on(world.attempt, 2, first)
+
+    def free() -> None:
+        free_in(world.slow.inner, first)
+
+    with armed("packs copied, checkpoint not looked for again", free):
+        report = replicate.execute(world.repo, replicate.plan_replicate(world.repo, [second]))
+    assert "was removed from" in report.failed[0].message
+    assert not Repo(world.slow, world.repo.id, CHUNK).exists(second)
+    assert not replicate.execute(world.repo, replicate.plan_replicate(world.repo, [second])).failed
+    assert Repo(world.slow, world.repo.id, CHUNK).exists(second)
+    world.check()

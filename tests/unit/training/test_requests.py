@@ -89,10 +89,10 @@ def beside_data(bucket: Bucket, after: int) -> float:
 
 @pytest.mark.parametrize("kept", [5, 30])
 def test_a_steady_save_makes_at_most_eight_requests_beside_its_data_parts(bucket: Bucket, kept: int) -> None:
-    train(bucket, kept + 34, save=every(steps=1), keep=keep.latest(kept))
+    train(bucket, kept + 94, save=every(steps=1), keep=keep.latest(kept))
     assert beside_data(bucket, kept + 4) <= 8
     # What waits for more to go is gone at the end.
-    assert sorted(steps_of(bucket)) == list(range(35, kept + 35))
+    assert sorted(steps_of(bucket)) == list(range(95, kept + 95))
 
 
 def test_few_wait_with_those_that_stay(bucket: Bucket) -> None:

@@ -17,7 +17,8 @@ from tenuto.errors import StoreError, UsageError, typed
 
 if TYPE_CHECKING:
     from tenuto.maintenance.compare_copy import CopyCheck
-    from tenuto.maintenance.copy_elsewhere import CopyPlan, CopyReport
+    from tenuto.maintenance.copy_elsewhere import CopyReport
+    from tenuto.maintenance.copy_plan import CopyPlan
     from tenuto.model.ids import CheckpointId
     from tenuto.repo.repository import Repo
     from tenuto.store.contract import Store
@@ -59,7 +60,7 @@ def copy(
 ) -> None:
     """Plans, copies and reports; leaves with the status of what failed."""
     from tenuto.maintenance.compare_copy import check_copy
-    from tenuto.maintenance.copy_elsewhere import plan_copy
+    from tenuto.maintenance.copy_plan import plan_copy
     from tenuto.maintenance.copy_record import is_copy
 
     damaged: Sequence[str] = ()
@@ -80,7 +81,8 @@ def follow(
 ) -> CopyReport:
     """Copies what is new, again and again, until `stop` is set. Returns what it has come to in all. A store that does
     not answer is asked again at the next round; what is wrong is said once, and again when it changes."""
-    from tenuto.maintenance.copy_elsewhere import CopyReport, plan_copy
+    from tenuto.maintenance.copy_elsewhere import CopyReport
+    from tenuto.maintenance.copy_plan import plan_copy
 
     total, said = CopyReport(), ""
     while not stop.is_set():
@@ -106,7 +108,7 @@ def follow(
 
 def _lag(repo: Repo, target: Store, run: str | None, report: CopyReport) -> str:
     """Describes a round of `follow`, and how far the copy is behind now."""
-    from tenuto.maintenance.copy_elsewhere import plan_copy
+    from tenuto.maintenance.copy_plan import plan_copy
     from tenuto.units import count, seconds, size
 
     behind = plan_copy(repo, target, run=run).behind

@@ -61,12 +61,18 @@ class HeldCommit(SoloCommit):
             crashpoint(self._visible)
 
     def take_back(self, report: Callable[[str], None], *, by: str, spared: Sequence[CheckpointId] = ()) -> None:
-        """Closes and frees all saves whose manifest was not put, but for those that are `spared`."""
-        for one in self.held:
+        """Closes and frees all saves whose manifest was not put, but for those that are `spared`. Of one whose put
+        failed it turns out here whether it exists after all: what that rests on, which is older, is spared too."""
+        needed = set(spared)
+        for one in reversed(self.held):
             id = one.manifest.id
+            if id in needed:
+                continue
             try:
-                if id not in spared and abort(self._repo, id, one.manifest.save_id, by=by):
+                if abort(self._repo, id, one.manifest.save_id, by=by):
                     free(self._repo, id, names=[receipt.name.rpartition("/")[2] for receipt in one.receipts])
+                else:
+                    needed.update(one.manifest.bases)
             except TenutoError as trouble:
                 report(f"what {id} left behind stays until the run is claimed again: {trouble.message}")
         self.held.clear()

@@ -198,23 +198,33 @@ def identity_of_followers(store: Store) -> bytes | None:
 
 def keys_of_followers(store: Store) -> None:
     """Brings a home that was lost the key ring that a follower has, before the home is a repository again: else what is
-    saved there next would not be sealed. Raises StoreError."""
+    saved there next would not be sealed. Of several the newest: slots that were removed open the others. Raises
+    StoreError."""
     places = places_of(store)
-    for follower in () if places is None else places.declared_followers:
-        name = _newest_ring(follower)
-        if name is not None:
-            _put(store, name, follower.get(name, limit=objects.SMALL))
+    found = [(rings[-1], one) for one in (places.declared_followers if places else ()) if (rings := _rings(one))]
+    if found:
+        name, follower = max(found, key=lambda one: _number(one[0]))
+        with suppress(AlreadyExists):
+            store.put_if_absent(name, Bytes(follower.get(name, limit=objects.SMALL)), token=secrets.token_hex(16))
 
 
-def _newest_ring(store: Store) -> str | None:
-    """Returns the name of the key ring that counts."""
-    names = [f"{object_names.KEYS}/{file}" for file in store.children(object_names.KEYS).objects]
-    return max(filter(object_names.is_key_ring, names), key=lambda name: (len(name), name), default=None)
+def _rings(store: Store) -> list[str]:
+    """Returns the names of the key rings, the one that counts last."""
+    names = (f"{object_names.KEYS}/{file}" for file in store.children(object_names.KEYS).objects)
+    return sorted(filter(object_names.is_key_ring, names), key=_number)
 
 
-def _put(store: Store, name: str, data: bytes) -> None:
-    with suppress(AlreadyExists):
-        store.put_if_absent(name, Bytes(data), token=secrets.token_hex(16))
+def _number(ring: str) -> int:
+    return object_names.parse_numbered(ring.rpartition("/")[2]) or 0
+
+
+def _bring_ring(places: ReplicatedStore, place: Store) -> None:
+    """Brings a place for packs the key ring that counts, and removes older ones: it may have been away when the ring
+    was changed, and slots that were removed open those."""
+    rings = _rings(places.home)
+    if rings:
+        places.replica(place).copy_from_home(rings[-1])
+        place.delete([one for one in _rings(place) if _number(one) < _number(rings[-1])])
 
 
 def join_follower(store: Store, follower: Store, repository: str) -> None:
@@ -241,8 +251,7 @@ def join(store: Store, repository: str) -> tuple[str, ...]:
         replica = places.replica(place)
         try:
             members.append(_join(places, place, repository))
-            if (ring := _newest_ring(places.home)) is not None:
-                replica.copy_from_home(ring)
+            _bring_ring(places, place)
             replica.mark = place.get(object_names.MEMBER, limit=objects.SMALL)
         except (StoreError, CorruptionError) as error:
             spare -= 1

@@ -96,7 +96,8 @@ def check_sharing(store: Store) -> None:
             f"{store.url} keeps data files {where}, and checkpoints that are encoded or sealed share theirs in the "
             "primary",
             subject="encoding",
-            hint="encoding='plain', or a primary that saves wait for: Tiers(Tier(PRIMARY), Tier(SLOWER)), Mirror(…)",
+            hint="a primary that saves wait for: Tiers(Tier(PRIMARY), Tier(SLOWER)), Mirror(…); or "
+            "encoding='plain' in a repository without keys",
         )
 
 
