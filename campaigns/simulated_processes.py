@@ -18,6 +18,7 @@ from unittest import mock
 
 from tenuto.concurrency import process
 from tenuto.model.records import Owner
+from tenuto.repo import repository
 
 
 class Processes:
@@ -65,6 +66,8 @@ def simulated(processes: Processes, seed: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replacing(process.this_process, processes.this_process))
         stack.enter_context(replacing(process.observe, processes.observe))
+        # What a process has found out about a place it does not ask again; each recording is of a new process.
+        stack.enter_context(mock.patch.object(repository, "_deciding", set()))
         stack.enter_context(mock.patch.object(secrets, "token_hex", lambda count=32: source.randbytes(count).hex()))
         stack.enter_context(mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(bytes=source.randbytes(16), version=4)))
         yield

@@ -107,7 +107,7 @@ def _pins_are_tags() -> AbstractContextManager[Any]:
     def tags(repo: Repo, run: str) -> tuple[tuple[str, CheckpointId], ...]:
         return tuple((ref.name, ref.id) for ref in list_refs(repo, ("tag",)) if ref.id.run == run)
 
-    return mock.patch.object(rename_run, "_check_refs", tags)
+    return mock.patch.object(rename_run, "check_refs", tags)
 
 
 BUGS: Final = (

@@ -155,8 +155,9 @@ def test_the_index_says_what_is_not_run() -> None:
 
 def test_a_guide_is_short() -> None:
     for page in (ROOT / "docs/guides").glob("*.md"):
-        most = 360 if page == tabs.PAGE else 120  # one tab for each framework, of which a reader sees one
+        most = 370 if page == tabs.PAGE else 120  # one tab for each framework, of which a reader sees one
         most = 260 if page.name == "a-month-with-a-run.md" else most  # most of it is what the commands print
+        most = 150 if page.name == "leave-it-running.md" else most  # a workstation, Slurm and Kubernetes
         assert len(page.read_text().splitlines()) <= most, page.name
 
 

@@ -20,7 +20,7 @@ from tenuto.maintenance.marks import put_mark
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest, PackEntry
 from tenuto.repo.format import object_names
-from tenuto.repo.format.manifest import MAX_MANIFEST, decode_manifest
+from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
 
@@ -132,13 +132,28 @@ def put_base(repo: Repo, base: Base, target: Store, put: Put, *, mark: bool = Tr
         if entry.name not in there:
             put(f"{id.directory}/{entry.name}", repo.index_bytes(id, entry))
     directory = object_names.trash_directory(id)
-    if object_names.MANIFEST in there or target.children(directory).objects:
+    if object_names.MANIFEST in there and not lift_mark(repo, target, id):
+        return False
+    if target.children(directory).objects:
         return False
     put(f"{directory}/{digest(base.data).hex()}.json", base.data)
     if mark:
         copy = Repo(target, repo.id, repo.chunk_bytes)
         put_mark(copy, census_of(copy, id), by="needed")
     crashpoint("place has a base of a checkpoint in its trash, not its data files")
+    return True
+
+
+def lift_mark(repo: Repo, target: Store, id: CheckpointId) -> bool:
+    """Removes the aborted mark that freeing a checkpoint in this place has left under its manifest's name: what comes
+    back would be freed again. Returns whether it was one. Nobody else puts it: it has been a checkpoint elsewhere."""
+    try:
+        data = target.get(id.manifest, limit=MAX_MANIFEST)
+        if not isinstance(decode_manifest(data, id, repo.id), Aborted):
+            return False
+    except (ObjectNotFound, CorruptionError):
+        return False
+    target.delete([id.manifest])
     return True
 
 

@@ -33,6 +33,7 @@ from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import (
     bases_of,
     lacking,
+    lift_mark,
     manifest_of,
     out_of_trash,
     packs_of,
@@ -94,7 +95,9 @@ def fill(repo: Repo, place: Store, id: CheckpointId) -> bool:
     manifest = repo.manifest(id)
     places = places_of(repo.store)
     assert places is not None, "a follower is one of several stores"
-    there = place.children(id.directory).objects
+    there = set(place.children(id.directory).objects)
+    if object_names.MANIFEST in there and lift_mark(repo, place, id):
+        there.remove(object_names.MANIFEST)
     places.replica(place).prepare(id.manifest)  # its begin.json says there what it will rest on
     for entry in manifest.tables:
         if entry.name not in there:

@@ -25,6 +25,7 @@ from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Moment, SaveHistory
 from tenuto.repo.catalog import Catalog
 from tenuto.repo.format import object_names
+from tenuto.repo.format.manifest import MAX_ABORTED
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.replicated.tiers import OpenTier, Tiers
 from tenuto.repo.repository import Repo
@@ -320,7 +321,12 @@ class FollowerFill(TierFill):
             id for id, files in sorted(ours.items()) if object_names.MANIFEST in files and self.repo.exists(id)
         ]
         with self.lock:
-            self.whole |= {id for id, files in theirs.items() if object_names.MANIFEST in files}
+            self.whole |= {
+                id
+                for id, files in theirs.items()
+                if files.get(object_names.MANIFEST, 0) > MAX_ABORTED
+                or (object_names.MANIFEST in files and self._there.exists(id))
+            }
         newest = max(self.whole, default=None)
         missing = [id for id in committed if newest is None or id > newest]
         self._find_due(missing, newest)

@@ -118,7 +118,7 @@ def test_a_tier_frees_what_nothing_there_rests_on_any_more_and_nothing_before(tm
 def test_a_full_tier_lets_go_what_nothing_rests_on(tmp_path: Path) -> None:
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     train(Tiers(Tier(fast, keep=keep.all(), capacity=6 * LEAF * 8), Tier(slow, keep=keep.all())), 12)
-    assert 2 <= len(assert_alone(fast)) < 12
+    assert 1 <= len(assert_alone(fast)) < 12  # how many depends on what had arrived when there was no room
     assert {*assert_alone(slow), *assert_alone(fast)} == set(range(1, 13))
 
 

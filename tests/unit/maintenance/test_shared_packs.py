@@ -24,6 +24,7 @@ from tenuto.repo.catalog import Catalog
 from tenuto.repo.lineage import latest
 from tenuto.repo.replicated.tiers import Tier, Tiers
 from tenuto.repo.repository import Repo
+from tenuto.repo.unfinished import close_save, close_unfinished
 from tenuto.store.contract import Content, Store
 from tenuto.store.memory import MemoryStore
 from tenuto.store.wrappers.delegating import DelegatingStore
@@ -235,4 +236,28 @@ def test_replicate_leaves_no_checkpoint_whose_base_is_freed_there_meanwhile() ->
     assert not Repo(world.slow, world.repo.id, CHUNK).exists(second)
     assert not replicate.execute(world.repo, replicate.plan_replicate(world.repo, [second])).failed
     assert Repo(world.slow, world.repo.id, CHUNK).exists(second)
+    world.check()
+
+
+def test_what_a_tier_has_freed_and_needs_again_is_not_freed_by_who_claims_there() -> None:
+    """Killed in the middle of a copy, it frees the base as it starts again, behind a mark, and brings it once more."""
+    world = History(0)
+    first = world.save(world.attempt, 1)
+    second = world.save_on(world.attempt, 2, first)
+
+    def die() -> None:
+        raise Abandoned
+
+    with armed("tier has the data files of a checkpoint, not its manifest", die), pytest.raises(Abandoned):
+        world.fill_tier()
+    free_in(world.slow.inner, second)
+    there = Repo(world.slow.inner, world.repo.id, CHUNK)
+    assert free_expired(there, "main", by="needed", grace_s=0.0) == (first,)
+    world.start()
+    world.fill._compare(world.attempt)
+    assert not world.fill.whole, "what it has freed is no checkpoint"
+    world.fill_tier()
+    assert second in there.checkpoints()
+    close_unfinished(there, "main", 1, by="a claim", owner_dead=True, report=print)
+    close_save(there, first, by="a claim", owner_dead=True, report=print)
     world.check()

@@ -293,7 +293,7 @@ def test_what_the_sampling_process_prints_besides_samples_ends_no_supervisor(
     while "clock" not in found:
         found |= {sample.source for sample in process.take()}
     process.close()
-    assert lines == ["the process that samples the machine prints something else: b'welcome'"]
+    assert lines == ["the process that samples the machine prints something that is not a sample: b'welcome'"]
 
 
 def test_a_recording_goes_on_behind_a_line_that_was_cut_off(tmp_path: Path) -> None:

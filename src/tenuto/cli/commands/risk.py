@@ -125,7 +125,8 @@ def _train(recordings: Sequence[Sequence[Sample]], to: Path, trees: bool, times:
     try:
         to.write_text(model.text())
     except OSError as error:
-        raise UsageError(f"{to} cannot be written: {error.strerror}", subject=str(to)) from None
+        hint = "-o FILE, in a directory that can be written"
+        raise UsageError(f"{to} cannot be written: {error.strerror}", subject=str(to), hint=hint) from None
     if not json:
         known = model.trained
         output.line(
@@ -152,7 +153,7 @@ def _evaluated(recordings: Sequence[Sequence[Sample]], scorer: Callable[[], Scor
 
     if all(samples[-1].at < since for samples in recordings):
         raise UsageError(
-            "the model was trained on all of it", hint="tenuto risk eval MODEL FILE, of a recording that goes on longer"
+            "the model was trained on all of it", hint="tenuto risk eval MODEL FILE, with a newer recording"
         )
     return evaluate(recordings, scorer, since)
 

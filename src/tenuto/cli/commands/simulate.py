@@ -87,7 +87,9 @@ def _predictor(text: str) -> Predictor:
         return Predictor(float(precision), float(recall), parse_time(lead, "--predictor"))
     except ValueError:
         hint = "--predictor 0.8,0.6,5m"
-        raise UsageError(f"{text!r} is no precision, recall and lead", subject="--predictor", hint=hint) from None
+        raise UsageError(
+            f"{text!r} is not a precision, a recall and a lead", subject="--predictor", hint=hint
+        ) from None
 
 
 def _show(job: Job, found: Outcome, gpus: int) -> None:

@@ -19,7 +19,8 @@ class StruckStore(DelegatingStore):
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
         now_s = time.monotonic()
         if now_s < storage.full_until_s:
-            raise StoreFull(f"writing {name}: {os.strerror(errno.ENOSPC)} (rehearsal)", subject=self.url)
+            hint = "a rehearsal by `tenuto chaos`: nothing is really full"
+            raise StoreFull(f"writing {name}: {os.strerror(errno.ENOSPC)} (rehearsal)", subject=self.url, hint=hint)
         if now_s < storage.slow_until_s:
             time.sleep(SLOW_S)
         return super().put_if_absent(name, content, token=token)

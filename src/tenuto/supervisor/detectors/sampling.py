@@ -86,7 +86,7 @@ class SamplingProcess:
     def _report_odd(self, line: bytes) -> None:
         if not self._said_odd:
             self._said_odd = True
-            self._report(f"the process that samples the machine prints something else: {line[:80]!r}")
+            self._report(f"the process that samples the machine prints something that is not a sample: {line[:80]!r}")
 
     def close(self) -> None:
         """Ends it. May be called again."""

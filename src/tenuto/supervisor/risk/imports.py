@@ -30,6 +30,7 @@ _OURS: Final = {
     "power.draw": "power_w",
 }  # fmt: skip
 """What the detector of GPUs calls the values of a query."""
+_HINT: Final = "tenuto risk import --help names the formats; -o says where to"
 Row = Mapping[str, str]
 Found = tuple[str, Sample]
 """The thing that a sample is of, and the sample."""
@@ -51,11 +52,11 @@ def import_log(path: Path, name: str) -> dict[str, list[Sample]]:
             for thing, sample in read(_rows(file, columns) if columns else ({"": line} for line in file)):
                 found.setdefault(thing, []).append(sample)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", subject=str(path)) from None
+        raise UsageError(f"{path} cannot be read: {error.strerror}", subject=str(path), hint=_HINT) from None
     except (ValueError, KeyError, TypeError, csv.Error) as error:
-        raise UsageError(f"{path} is no log of {name}: {error}", subject=str(path)) from None
+        raise UsageError(f"{path} is not a log of {name}: {error}", subject=str(path), hint=_HINT) from None
     if not found:
-        raise UsageError(f"{path} has nothing that could be imported as {name}", subject=str(path))
+        raise UsageError(f"{path} has nothing that could be imported as {name}", subject=str(path), hint=_HINT)
     return {thing: sorted(samples, key=lambda one: one.at) for thing, samples in found.items()}
 
 

@@ -11,6 +11,7 @@ from typing import Final
 from tenuto.errors import UsageError
 from tenuto.supervisor.detectors.contract import Sample
 
+_RECORD: Final = "tenuto run --record telemetry.jsonl -- python train.py"
 _BEGIN: Final = '{"at": '
 """How each sample's line begins."""
 
@@ -23,8 +24,8 @@ def read_recording(path: Path, newest: int | None = None) -> list[Sample]:
         with open(path, encoding="utf-8") as file:
             lines = list(deque(enumerate(file, 1), newest))
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"{path} cannot be read: {why}", subject=str(path)) from None
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UsageError(f"{path} cannot be read: {why}", subject=str(path), hint=_RECORD) from None
     found = []
     for number, line in lines:
         try:
@@ -36,7 +37,7 @@ def read_recording(path: Path, newest: int | None = None) -> list[Sample]:
             raise UsageError(
                 f"{path}, line {number}: {error}",
                 subject=str(path),
-                hint="tenuto run --record telemetry.jsonl -- python train.py",
+                hint=_RECORD,
             ) from None
     return sorted(found, key=lambda sample: sample.at)
 
@@ -46,7 +47,7 @@ def read_all(paths: Sequence[Path]) -> list[list[Sample]]:
     files = [file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
     found = [samples for file in files if (samples := read_recording(file))]
     if not found:
-        raise UsageError("there are no samples", hint="tenuto run --record telemetry.jsonl -- python train.py")
+        raise UsageError("there are no samples", hint=_RECORD)
     return found
 
 
@@ -57,4 +58,5 @@ def write_recording(path: Path, samples: Iterable[Sample]) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(f"{sample.line()}\n" for sample in samples)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", subject=str(path)) from None
+        hint = "-o DIRECTORY, one that can be written"
+        raise UsageError(f"{path} cannot be written: {error.strerror}", subject=str(path), hint=hint) from None
