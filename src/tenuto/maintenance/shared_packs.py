@@ -132,7 +132,7 @@ def put_base(repo: Repo, base: Base, target: Store, put: Put, *, mark: bool = Tr
         if entry.name not in there:
             put(f"{id.directory}/{entry.name}", repo.index_bytes(id, entry))
     directory = object_names.trash_directory(id)
-    if object_names.MANIFEST in there and not lift_mark(repo, target, id):
+    if object_names.MANIFEST in there and not remove_aborted_mark(repo, target, id):
         return False
     if target.children(directory).objects:
         return False
@@ -144,7 +144,7 @@ def put_base(repo: Repo, base: Base, target: Store, put: Put, *, mark: bool = Tr
     return True
 
 
-def lift_mark(repo: Repo, target: Store, id: CheckpointId) -> bool:
+def remove_aborted_mark(repo: Repo, target: Store, id: CheckpointId) -> bool:
     """Removes the aborted mark that freeing a checkpoint in this place has left under its manifest's name: what comes
     back would be freed again. Returns whether it was one. Nobody else puts it: it has been a checkpoint elsewhere."""
     try:

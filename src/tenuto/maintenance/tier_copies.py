@@ -33,11 +33,11 @@ from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import (
     bases_of,
     lacking,
-    lift_mark,
     manifest_of,
     out_of_trash,
     packs_of,
     put_base,
+    remove_aborted_mark,
 )
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, Manifest
@@ -96,7 +96,7 @@ def fill(repo: Repo, place: Store, id: CheckpointId) -> bool:
     places = places_of(repo.store)
     assert places is not None, "a follower is one of several stores"
     there = set(place.children(id.directory).objects)
-    if object_names.MANIFEST in there and lift_mark(repo, place, id):
+    if object_names.MANIFEST in there and remove_aborted_mark(repo, place, id):
         there.remove(object_names.MANIFEST)
     places.replica(place).prepare(id.manifest)  # its begin.json says there what it will rest on
     for entry in manifest.tables:
