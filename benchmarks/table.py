@@ -284,6 +284,11 @@ def _space() -> list[Row]:
             ):
                 beside = tuple((f"{begin}{name}: {end}", f'`"{name}"`') for name in ("dedupe", "auto", "plain"))
                 found.append(Row("p13_space", f"{what} {after}", f"{begin}small: {end}", beside, None, figures))
+    for kind, words in (("adapters", "adapters on a frozen model"), ("full", "a full fine-tune")):
+        for what, end in (("durable save into", "save"), ("restore from", "restore")):
+            beside = tuple((f"{kind}: {name}: {end}", f'`"{name}"`') for name in ("dedupe", "plain"))
+            where = f'{what} a sealed repository in a bucket, `encoding="small"`, of {words}'
+            found.append(Row("p18_sealed_bucket", where, f"{kind}: small: {end}", beside))
     return found
 
 
