@@ -225,6 +225,10 @@ class Sample:
         return [digest(array) for array in self.arrays.values()]
 
 
+FINITE: Final = np.uint64(0xBFFFFFFF_BFFFFFFF)
+"""Clears the highest bit of the exponent of both float32 in eight bytes."""
+
+
 def even_sizes(nbytes: int, leaves: int) -> list[int]:
     """Returns `leaves` equal lengths in bytes, multiples of 4. Raises UsageError if that leaves nothing for each."""
     each = nbytes // leaves // 4 * 4
@@ -234,12 +238,14 @@ def even_sizes(nbytes: int, leaves: int) -> list[int]:
 
 
 def make_arrays(sizes: Sequence[int]) -> Arrays:
-    """Builds arrays of these lengths in bytes with random bits: float32 if the length allows, else uint8."""
+    """Builds arrays of these lengths in bytes with random bits: float32 if the length allows, else uint8. No number is
+    NaN or infinite: a save would say so."""
     generator = np.random.default_rng(0)
     wide = len(str(max(len(sizes) - 1, 0)))
     found: Arrays = {}
     for number, length in enumerate(sizes):
         words = generator.integers(0, 2**64, -(-length // 8), np.uint64, endpoint=False)
+        words &= FINITE
         array = words.view(np.uint8)[:length]
         found[f"leaf-{number:0{wide}d}"] = array.view(np.float32) if length % 4 == 0 else array
     return found
