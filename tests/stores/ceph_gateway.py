@@ -52,7 +52,7 @@ bluefs buffered io = true
 osd memory target = 939524096
 [client.rgw]
 rgw data = {home}/rgw
-rgw frontends = beast endpoint=127.0.0.1:{port}
+rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
 rgw thread pool size = 64
 """
 

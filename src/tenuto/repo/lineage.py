@@ -310,6 +310,8 @@ def _none_in(repo: Repo, run: str) -> RunNotFound | CheckpointNotFound:
 
 
 def _highest(repo: Repo, run: str, below: int | None, without: Container[int]) -> int | None:
+    if below is not None and below <= 1:
+        return None  # attempts are counted from 1
     numbers = (number for number in repo.attempts(run) if number not in without)
     return max((number for number in numbers if below is None or number < below), default=None)
 

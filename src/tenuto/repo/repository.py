@@ -145,8 +145,8 @@ class Repo:
         return self.store.url
 
     def had(self, directory: str) -> bool:
-        """Returns whether it had anything below this directory at its top when that was asked first: one listing, for
-        all that most repositories have nothing of."""
+        """Returns whether it had anything below this directory at its top when it was opened, or where that could not
+        be listed then, when that was asked first."""
         if self._top is None:
             self._top = frozenset(self.store.children("").directories)
         return directory in self._top
@@ -233,7 +233,10 @@ class Repo:
 
     @classmethod
     def _of(cls, store: Store, identity: Identity, report: Callable[[str], None] = warn) -> Repo:
-        return cls(known(store, identity.id, report), identity.id, identity.chunk_bytes)
+        found, top = known(store, identity.id, report)
+        repo = cls(found, identity.id, identity.chunk_bytes)
+        repo._top = top
+        return repo
 
     def runs(self) -> list[str]:
         """Returns the runs that have an attempt, by directory name, sorted. Ignores foreign directories."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -236,3 +237,32 @@ def test_ls_lists_the_store_once_and_reads_what_it_shows(bucket: Bucket) -> None
 def _no_steps_are_left(bucket: Bucket) -> Iterator[None]:
     yield
     assert not [name for name in bucket.objects if name.startswith("tombstones/")]
+
+
+def test_a_one_off_save_into_a_new_place_makes_these_requests_and_no_more(bucket: Bucket) -> None:
+    tenuto.save({"w": np.arange(1000.0)}, place(bucket))
+    step = f"{ATTEMPT}/step-00000000"
+    assert [f"{one.verb} {re.sub('probe-.*', 'probe', one.name)}" for one in bucket.requests] == [
+        "get tenuto.json",
+        "get tenuto.copy.json",  # there is no repository
+        "put tenuto-probe",
+        "put tenuto-probe",
+        "get tenuto-probe",
+        "delete tenuto-probe",  # the place refuses a second put
+        "put tenuto.json",
+        "list @0",  # it is no place of another repository, has no other places, and no keys
+        "list runs/main@0",  # the newest checkpoint
+        "list runs/main@0",  # nobody owns the run
+        "list runs/main@0",  # nobody has committed since
+        f"put {ATTEMPT}/attempt.json",
+        f"put {ATTEMPT}/lease/1.json",
+        f"put {step}/begin.json",
+        "list runs/main@0",  # nobody has claimed the run since
+        f"put {step}/rank-00000.safetensors",
+        f"put {step}/rank-00000.index",
+        f"put {step}/manifest.json",
+        f"put {ATTEMPT}/lease/2.json",  # the run is released
+    ]
+    bucket.forget()
+    tenuto.load(place(bucket))
+    assert len(bucket.requests) == 11

@@ -353,7 +353,8 @@ def _take_back_tombstones(repo: Repo, record: AttemptRecord, previous: OwnerFind
     """Takes back the tombstones of dead removers; closes the save where one had removed the manifest already."""
     now_name = object_names.attempt_name(record.run, record.number)
     dead_below = record.number if previous.verdict in ("dead", "free") else 0
-    for stone in dead_tombstones(repo, record.run, now_name=now_name, dead_below=dead_below):
+    first = record.number == 1  # nothing of this run could be removed before
+    for stone in () if first else dead_tombstones(repo, record.run, now_name=now_name, dead_below=dead_below):
         if stone.id.attempt < record.number:
             close_save(repo, stone.id, by="its removal was cut short", owner_dead=True, report=report)
         take_back(repo, stone)
@@ -373,6 +374,8 @@ def _close_earlier(repo: Repo, record: AttemptRecord, lease: Lease, previous: Ow
     never has to inspect every attempt that ever was. An owner that is still alive (it was claimed over) may put more
     objects: then the lease says nothing, and the next claim inspects them again.
     """
+    if record.number == 1:
+        return  # its lease says so from the first beat on
     by = f"attempt {record.number} claimed run {record.run}"
     dead: list[int] = []
     all_dead = True

@@ -58,7 +58,7 @@ class Lease:
         self._trouble = trouble or (lambda error: None)
         self._pid = os.getpid()
         self._number = 0
-        self._closed = False
+        self._closed = record.number == 1  # nothing lies below the first
         self._released = False
         self._leaving = False
         self.newest: int | None = None

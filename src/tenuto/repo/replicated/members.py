@@ -59,23 +59,31 @@ class Member:
     copy: bool = False
 
 
-def known(store: Store, repository: str, report: Callable[[str], None] = warn) -> Store:
-    """Returns the store of a repository opened in `store`, with its other places that are found here. Says to `report`
-    which one does not answer: it is left out.
+def known(
+    store: Store, repository: str, report: Callable[[str], None] = warn
+) -> tuple[Store, frozenset[str] | None]:
+    """Returns the store of a repository opened in `store`, with its other places that are found here, and which
+    directories its home has at the top: one listing tells most repositories that they have nothing else to ask for.
+    None where that may not be listed. Says to `report` which place does not answer: it is left out.
 
     Raises RepositoryError if `store` is declared as a home but is itself a place of another one.
     """
     places = places_of(store)
     home = store if places is None else places.home
-    itself = member_in(home)
+    try:
+        top = home.children("")
+    except StoreDenied:
+        top = None
+    directories = None if top is None else frozenset(top.directories)
+    itself = member_in(home) if top is None or object_names.MEMBER in top.objects else None
     if itself is not None:
         if places is not None:
             raise one_of_many(home.url, itself.home)
-        return ReplicatedStore(home, [home], 1, of=itself.home)
-    names = _names(home)
+        return ReplicatedStore(home, [home], 1, of=itself.home), directories
+    names = _names(home) if directories is None or object_names.PLACES in directories else []
     if places is None:
         if not names:
-            return store
+            return store, directories
         places = ReplicatedStore(home, [home], 1)
     given = {member.url for member in (*places.members, *places.declared_followers)}
     found = list(_found(home, names, repository, given, node=places.node, report=report))
@@ -83,7 +91,7 @@ def known(store: Store, repository: str, report: Callable[[str], None] = warn) -
     places.found_followers = tuple(place for place, member in found if member.follows)
     places.mirrors = tuple(place for place in places.found_members if not node_of(place))
     places.unreachable = cache(partial(_unreachable, places, repository))  # a list of thousands is read once
-    return places
+    return places, directories
 
 
 def _unreachable(places: ReplicatedStore, repository: str) -> list[UnreachableReplica]:
