@@ -13,7 +13,6 @@ reads a checkpoint from a directory of the same memory, verifies it, and uploads
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import secrets
@@ -96,7 +95,10 @@ class Peer:
     def __init__(self, kind: str, bucket: str, length: int) -> None:
         script = str(Path(__file__).with_name("p22_object_store_peer.py"))
         self._process = subprocess.Popen(
-            [sys.executable, script, kind, bucket, str(length)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, script, kind, bucket, str(length)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._answer() == "ready", f"{kind} did not start: {INSTALL}"
 
@@ -117,19 +119,26 @@ class Peer:
 
 
 def drained(home: Path, url: str) -> Callable[[], None]:
-    """Returns what brings the bucket the checkpoint in `home`, which this call copies by hard links: each drain is the
-    first of its repository."""
+    """Returns what brings the bucket the newest of the two checkpoints in `home`, which this call copies by hard links:
+    the tier has the other one, as every tier has but at the first time."""
     mine = home.with_name(new_name())
     shutil.copytree(home, mine, copy_function=os.link)
     repo = Repo.open(open_store(Tiers(Tier(mine), Tier(url))))
-    (id,) = repo.checkpoints()
+    small, large = repo.checkpoints()
     failed: list[str] = []
 
-    def drain() -> None:
+    def drain(id: CheckpointId) -> None:
         fill_now(repo, id, failed.append)
         assert not failed, failed
 
-    return drain
+    drain(small)
+    return lambda: drain(large)
+
+
+def kept_in(home: Path, state: dict[str, Any]) -> None:
+    """Makes what `drained` takes: a small checkpoint, and one of the state."""
+    tenuto.save({"small": np.zeros(1)}, home)
+    tenuto.save(state, home)
 
 
 def measure_speed(result: Result, options: argparse.Namespace, bucket: str, place: Path) -> None:
@@ -139,7 +148,7 @@ def measure_speed(result: Result, options: argparse.Namespace, bucket: str, plac
     flat, into = torch.cat(list(state["model"].values())).numpy(), np.empty(length, np.uint8)
     plain = S3Store(bucket, client_options={"allow_http": True}, endpoint=os.environ["AWS_ENDPOINT_URL"])
     where, home = f"s3://{bucket}", place / "home"
-    tenuto.save(state, home)
+    kept_in(home, state)
 
     def put(number: int, under: str) -> None:
         piece = memoryview(flat[number * PUT : (number + 1) * PUT])
@@ -269,7 +278,7 @@ def measure_memory(result: Result, options: argparse.Namespace) -> None:
             state = {str(n): np.zeros(length // 16, np.uint8) for n in range(16)}
             save = peak_of(lambda: tenuto.save(state, f"{url}/saved"))
             note(f"the save took {save >> 20} MiB")
-            tenuto.save(state, place / "home")
+            kept_in(place / "home", state)
             drain = peak_of(drained(place / "home", f"{url}/drained"))
             note(f"the drain took {drain >> 20} MiB")
     finally:
@@ -346,7 +355,10 @@ def main() -> None:
     result.facts["server"] = "Ceph RADOS gateway on loopback, its disk a file in memory"
     if "memory" in options.what:
         measure_memory(result, options)
-    with tempfile.TemporaryDirectory(prefix="tenuto-p22-", dir="/dev/shm") as place, gateway(Path("/dev/shm")) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="tenuto-p22-", dir="/dev/shm") as place,
+        gateway(Path("/dev/shm")) as server,
+    ):
         bucket = server.new_place().removeprefix("s3://")
         if "latest" in options.what:
             measure_latest(result, server)

@@ -15,9 +15,9 @@ from typing import Any
 
 PACKAGES = Path(__file__).resolve().parents[1] / "build" / "peers"
 INSTALL = (
-    f"pip install --no-deps --target {PACKAGES.relative_to(Path.cwd()) if PACKAGES.is_relative_to(Path.cwd()) else PACKAGES} "
-    "s3fs==2026.9.0 aiobotocore==3.10.0 botocore==1.43.117 aiohttp aiohappyeyeballs aioitertools aiosignal frozenlist "
-    "multidict propcache yarl s3torchconnector==1.5.0 s3torchconnectorclient==1.5.0"
+    "pip install --no-deps --target build/peers s3fs==2026.9.0 aiobotocore==3.10.0 botocore==1.43.117 aiohttp "
+    "aiohappyeyeballs aioitertools aiosignal frozenlist multidict propcache yarl s3torchconnector==1.5.0 "
+    "s3torchconnectorclient==1.5.0"
 )
 REGION = "us-east-1"
 

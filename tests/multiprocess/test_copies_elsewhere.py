@@ -30,7 +30,7 @@ tenuto.Repository(sys.argv[1], sinks=[die]).replicate(sys.argv[2])
 KILLED_BEFORE_THE_MANIFEST = """
 import os, signal, sys, tenuto
 from tenuto.crashpoints import armed
-with armed("copied elsewhere, manifest not yet", lambda: os.kill(os.getpid(), signal.SIGKILL)):
+with armed("packs copied, checkpoint not looked for again", lambda: os.kill(os.getpid(), signal.SIGKILL)):
     tenuto.Repository(sys.argv[1]).replicate(sys.argv[2])
 """
 TRAINS = """

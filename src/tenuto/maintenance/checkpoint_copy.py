@@ -23,15 +23,15 @@ from tenuto.codec.digest import digest
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.read.chunk_reader import ChunkReader, chunk_runs
-from tenuto.engine.read.copy_packs import Counted, VerifiedContent
-from tenuto.engine.read.packs import missing, open_pack
+from tenuto.engine.read.copy_packs import Counted, copy_pack
+from tenuto.engine.read.packs import open_pack
 from tenuto.engine.save.baseline import baseline_in
 from tenuto.engine.save.job import stored_in
 from tenuto.errors import (
+    AlreadyExists,
     CheckpointNotFound,
     CorruptionError,
     NotARepository,
-    StoreError,
     TenutoError,
     UsageError,
     typed,
@@ -51,7 +51,6 @@ from tenuto.repo.keys import read_ring, refuse_if_sealed, unlock
 from tenuto.repo.lineage import latest
 from tenuto.repo.notes import add_note, known_metrics
 from tenuto.repo.ownership.claim import Attempt, claim_newest
-from tenuto.repo.replicated.places import each_copy
 from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.unfinished import abort, free
 from tenuto.store.contract import Where
@@ -378,22 +377,18 @@ class _AsItIs:
     """A data file of the copy that is one of its source: `file`, its name; `length` in bytes."""
 
     def __init__(self, repo: Repo, manifest: Manifest, index: Index, number: int) -> None:
-        self._repo, self._manifest, self._index, self._number = repo, manifest, index, number
+        self._source = (repo, manifest, index.rank, index.packs[number].name)
         self.file = index.packs[number].name
         self.length = index.packs[number].length
 
     def put(self, target: Repo, name: str, token: str, moved: Callable[[int], None]) -> Receipt:
         """Puts it from the first place that has it undamaged."""
-        source = f"{self._manifest.id.directory}/{self.file}"
-        failures: list[CorruptionError | StoreError] = []
-        for place in each_copy(self._repo.store, source):
-            try:
-                with place.open(source) as reader:
-                    content = VerifiedContent(self._repo, self._manifest, reader, self._index, self._number)
-                    return target.store.put_if_absent(name, Counted(content, moved), token=token)
-            except CorruptionError as error:
-                failures.append(error)
-        raise failures[0] if failures else missing(self._repo, source)
+        put = copy_pack(
+            *self._source, target=target.store, to=name, watched=lambda content: Counted(content, moved), token=token
+        )
+        if put is None:
+            raise AlreadyExists(f"{name} exists already ({target.url})", subject=name)
+        return put
 
 
 class _Gathered:

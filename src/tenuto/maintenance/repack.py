@@ -24,6 +24,7 @@ from tenuto.errors import CheckpointNotFound, RunInUse, SaveFailed, UsageError, 
 from tenuto.events import Emitter, Progress, Warned
 from tenuto.maintenance import remove
 from tenuto.maintenance.rename_run import check_dependents, check_refs
+from tenuto.maintenance.shared_packs import REPACKED
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.leaf import LeafSpec
@@ -39,8 +40,6 @@ from tenuto.repo.repository import Repo
 from tenuto.sharding.slices import Region
 from tenuto.state.contract import Buffer, Flattened
 
-REPACKED: Final = "repacked"
-"""The entry of a checkpoint's environment that names the one that it was stored as before."""
 BLOCK_BYTES: Final = 4 << 20
 
 

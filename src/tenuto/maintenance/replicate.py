@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tenuto.engine.read.copy_packs import copy_packs
 from tenuto.errors import CheckpointNotFound, CorruptionError, RepositoryError, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
+from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.replica_tidy import targets
-from tenuto.maintenance.shared_packs import out_of_trash, packs_of
-from tenuto.maintenance.tier_copies import bring_bases, take_back_unless_whole
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.repo.format import object_names
-from tenuto.repo.replicated.places import copies_of, places_of, unreachable
+from tenuto.repo.replicated.places import copies_of, home_of, places_of, unreachable
 from tenuto.repo.replicated.replica import UnreachableReplica, exists
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
@@ -120,7 +118,7 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
     """Copies what it can."""
     emit, done = emitter or Emitter(), 0
     failed: list[TenutoError] = []
-    places = {target.url: target for target in targets(repo)}
+    places, known = places_of(repo.store), {target.url: target for target in targets(repo)}
 
     def advance(name: str, nbytes: int) -> None:
         nonlocal done
@@ -129,37 +127,18 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
             emit.emit(Progress("replicate", plan.where, done, plan.bytes))
 
     for copying in plan.copies:
-        target = places[copying.target]
+        target = known[copying.target]
         try:
-            before = [name for name in copying.small if object_names.is_index(name)]
-            _bring(repo, target, before)
-            if copying.id is not None:
-                manifest = repo.manifest(copying.id)
-                _prepare(repo, target, copying.id)
-                bring_bases(repo, manifest, target, advance)
-                own = [name for name in copying.packs if object_names.save_of(name) == copying.id]
-                copy_packs(repo, manifest, dict.fromkeys(own), target, advance)
-            _bring(repo, target, [name for name in copying.small if name not in before])
-            if copying.id is not None and copying.id.manifest in copying.small:
-                out_of_trash(target, copying.id)
-                if manifest.bases:
-                    take_back_unless_whole(target, copying.id, packs_of(repo, manifest))
+            if copying.id is None:
+                assert places is not None, "there are others"
+                for name in copying.small:
+                    places.replica(target).copy_from_home(name)
+            elif target is home_of(repo.store):
+                PlaceCopy(repo, target, advance).bring_packs(repo.manifest(copying.id), copying.packs)
+            else:
+                PlaceCopy(repo, target, advance).bring(copying.id, copying.packs)
         except CheckpointNotFound:
             continue
         except (CorruptionError, StoreError) as error:
             failed.append(error)
     return ReplicateReport(done, tuple(failed))
-
-
-def _prepare(repo: Repo, target: Store, id: CheckpointId) -> None:
-    """Brings a place the `begin.json` of a checkpoint: it says there what that will rest on."""
-    places = places_of(repo.store)
-    if places is not None and target is not places.home:
-        places.replica(target).prepare(id.manifest)
-
-
-def _bring(repo: Repo, target: Store, names: Sequence[str]) -> None:
-    places = places_of(repo.store)
-    if places is not None and target is not places.home:
-        for name in names:
-            places.replica(target).copy_from_home(name)

@@ -11,19 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
-from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound
+from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, typed
 from tenuto.maintenance.census import census_of
 from tenuto.maintenance.marks import put_mark
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest, PackEntry
 from tenuto.repo.format import object_names
-from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest
+from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
 
+REPACKED: Final = "repacked"
+"""The entry of a checkpoint's environment that names the one that it was stored as before another encoding."""
 Put = Callable[[str, bytes], object]
 """Puts a small object into the place, unless it is there."""
 
@@ -88,6 +92,9 @@ def bases_of(repo: Repo, manifest: Manifest, *, every_pack: bool = False) -> lis
             raise CorruptionError(
                 f"{manifest.id} rests on data files of {id}, and no manifest says what those hold",
                 subject=str(manifest.id),
+                hint=f"a repack was cut off: {typed('tenuto', 'repack', repo.url, '--run', manifest.id.run)} ends it"
+                if REPACKED in manifest.environment
+                else None,
             ) from error
         own = own_packs(repo, base)
         packs = tuple((rank, pack) for rank, pack in own if every_pack or pack.name in files)
@@ -109,10 +116,13 @@ def packs_of(repo: Repo, manifest: Manifest) -> dict[str, int]:
     return {pack.object_name(manifest.id): pack.length for rank in ranks for pack in repo.packs(manifest, rank)}
 
 
-def lacking(place: Store, names: Collection[str]) -> list[str]:
-    """Returns which of the names of data files a place does not have. One listing for each directory."""
-    there: dict[str, Collection[str]] = {}
-    for directory in {name.rpartition("/")[0] for name in names}:
+def lacking(
+    place: Store, names: Collection[str], listed: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> list[str]:
+    """Returns which of the names of data files a place does not have. One listing for each directory that is not among
+    those `listed` already, with their files."""
+    there = dict(listed)
+    for directory in {name.rpartition("/")[0] for name in names} - there.keys():
         there[directory] = set(place.children(directory).objects)
     return [name for name in names if name.rpartition("/")[2] not in there[name.rpartition("/")[0]]]
 
@@ -148,13 +158,23 @@ def remove_aborted_mark(repo: Repo, target: Store, id: CheckpointId) -> bool:
     """Removes the aborted mark that freeing a checkpoint in this place has left under its manifest's name: what comes
     back would be freed again. Returns whether it was one. Nobody else puts it: it has been a checkpoint elsewhere."""
     try:
-        data = target.get(id.manifest, limit=MAX_MANIFEST)
-        if not isinstance(decode_manifest(data, id, repo.id), Aborted):
-            return False
+        found = is_aborted_mark(id.manifest, target.get(id.manifest, limit=MAX_MANIFEST), repo.id)
     except (ObjectNotFound, CorruptionError):
         return False
-    target.delete([id.manifest])
-    return True
+    if found:
+        target.delete([id.manifest])
+    return found
+
+
+def is_aborted_mark(name: str, data: bytes, repository: str) -> bool:
+    """Returns whether an object is the mark of an aborted save, under the name of its manifest."""
+    id = object_names.save_of(name)
+    if id is None or name != id.manifest or len(data) > MAX_ABORTED:
+        return False
+    try:
+        return isinstance(decode_manifest(data, id, repository), Aborted)
+    except CorruptionError:
+        return False
 
 
 def out_of_trash(target: Store, id: CheckpointId) -> None:

@@ -7,19 +7,17 @@ in the order of a save: claim and begin, tables, data files, and the manifest la
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from itertools import takewhile
 from typing import Final
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.read.copy_packs import copy_pack, copy_packs
+from tenuto.engine.read.copy_packs import copy_pack
 from tenuto.errors import (
-    AlreadyExists,
     CheckpointNotFound,
     CorruptionError,
     ObjectNotFound,
@@ -29,18 +27,17 @@ from tenuto.errors import (
     StoreError,
     in_words,
 )
+from tenuto.maintenance.place_copy import PlaceCopy, put_small
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import (
     bases_of,
     lacking,
     manifest_of,
-    out_of_trash,
     packs_of,
     put_base,
-    remove_aborted_mark,
 )
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import AttemptRecord, Manifest
+from tenuto.model.records import AttemptRecord
 from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
@@ -49,7 +46,7 @@ from tenuto.repo.ownership.lease import read_last
 from tenuto.repo.replicated.members import join_follower, member_in
 from tenuto.repo.replicated.places import home_of, places_of, tiers_of
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Bytes, Store
+from tenuto.store.contract import Store
 from tenuto.units import size
 
 BROUGHT: Final = 3
@@ -85,71 +82,6 @@ def has_packs(id: CheckpointId, files: Iterable[str], *, own: bool = False) -> b
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
-def fill(repo: Repo, place: Store, id: CheckpointId) -> bool:
-    """Brings a follower whatever it lacks of a checkpoint, also of what it rests on, from the fastest places that have
-    it, each byte verified. Returns whether the manifest was put by this call.
-
-    Raises CheckpointNotFound where it is removed meanwhile, CorruptionError where no place has something undamaged, and
-    StoreError.
-    """
-    manifest = repo.manifest(id)
-    places = places_of(repo.store)
-    assert places is not None, "a follower is one of several stores"
-    there = set(place.children(id.directory).objects)
-    if object_names.MANIFEST in there and remove_aborted_mark(repo, place, id):
-        there.remove(object_names.MANIFEST)
-    places.replica(place).prepare(id.manifest)  # its begin.json says there what it will rest on
-    for entry in manifest.tables:
-        if entry.name not in there:
-            _put(place, f"{id.directory}/{entry.name}", repo.index_bytes(id, entry))
-    bring_bases(repo, manifest, place)
-    crashpoint("tier has the tables of a checkpoint, not its data files")
-    needed = packs_of(repo, manifest)
-    own = [name for name in needed if object_names.save_of(name) == id]
-    copy_packs(repo, manifest, dict.fromkeys(name for name in own if name.rpartition("/")[2] not in there), place)
-    crashpoint("tier has the data files of a checkpoint, not its manifest")
-    made = object_names.MANIFEST not in there and _put(place, id.manifest, repo.manifest_bytes(id))
-    crashpoint("tier has a checkpoint")
-    if made and there:
-        out_of_trash(place, id)
-    if made and manifest.bases:
-        take_back_unless_whole(place, id, needed)
-    copy_notes(repo, place, id)
-    return made
-
-
-def take_back_unless_whole(place: Store, id: CheckpointId, needed: Collection[str]) -> None:
-    """Takes back the manifest of a checkpoint that was put just now where a data file that it needs is gone: whoever
-    cleans up there has not seen it come. Raises StoreError then."""
-    if lost := lacking(place, needed):
-        place.delete([id.manifest])
-        raise StoreError(f"{lost[0]} was removed from {place.url} while {id} was copied", subject=str(id))
-
-
-def bring_bases(
-    repo: Repo, manifest: Manifest, place: Store, report: Callable[[str, int], None] = lambda name, nbytes: None
-) -> None:
-    """Brings a place the packs of others that a checkpoint needs, and what it takes to keep them there. `report`: is
-    called with the name and bytes of each. Raises as `fill`."""
-    places = places_of(repo.store)
-    assert places is not None, "one of several stores"
-    try:
-        for base in bases_of(repo, manifest):
-            if place is not places.home:
-                places.replica(place).prepare(base.id.manifest)
-                put_base(repo, base, place, partial(_put, place))
-            lacks = lacking(place, [base.name(pack) for _, pack in base.packs])
-            for rank, pack in base.packs:
-                if base.name(pack) in lacks and copy_pack(repo, base.manifest, rank, pack.name, target=place):
-                    report(base.name(pack), pack.length)
-    except (CorruptionError, ObjectNotFound):
-        if not repo.exists(manifest.id):
-            raise CheckpointNotFound(
-                f"{manifest.id} was removed while it was copied", subject=str(manifest.id)
-            ) from None
-        raise
-
-
 def fill_now(repo: Repo, id: CheckpointId, report: Callable[[str], None]) -> None:
     """Brings every tier a checkpoint that has just been saved by itself; reports what a tier lacks then."""
     tiers = tiers_of(repo.store)
@@ -157,21 +89,13 @@ def fill_now(repo: Repo, id: CheckpointId, report: Callable[[str], None]) -> Non
         return
     try:
         if tiers.fills_home:
-            promote(repo, id)
+            PlaceCopy(repo, home_of(repo.store)).bring_packs(repo.manifest(id))
         for follower in tiers.declared_followers:
             join_follower(repo.store, follower, repo.id)
-            fill(repo, follower, id)
+            PlaceCopy(repo, follower).bring(id)
             copy_refs(repo, follower)
     except (StoreError, CorruptionError, RepositoryError) as error:
         report(f"step {id.step} is saved, and not every tier has it: {in_words(error)}")
-
-
-def copy_notes(repo: Repo, place: Store, id: CheckpointId) -> None:
-    """Brings a follower the notes on a checkpoint that it lacks."""
-    directory = object_names.notes_directory(id)
-    ours, theirs = (one.children(directory).objects for one in (home_of(repo.store), place))
-    for file in set(ours).difference(theirs):
-        _put(place, f"{directory}/{file}", repo.store.get(f"{directory}/{file}", limit=objects.SMALL))
 
 
 def copy_late_notes(repo: Repo, place: Store, run: str) -> None:
@@ -182,7 +106,7 @@ def copy_late_notes(repo: Repo, place: Store, run: str) -> None:
             for file in sorted(file for file in ours.get(id, ()) if object_names.is_note(file) and file not in files):
                 name = f"{id.directory}/{file}"
                 with suppress(ObjectNotFound):  # its checkpoint has been removed meanwhile
-                    _put(place, name, repo.store.get(name, limit=objects.SMALL))
+                    put_small(place, name, repo.store.get(name, limit=objects.SMALL))
 
 
 def copy_refs(repo: Repo, place: Store) -> None:
@@ -191,7 +115,7 @@ def copy_refs(repo: Repo, place: Store) -> None:
     home = home_of(repo.store)
     ours, theirs = (_refs_and_keys(one) for one in (home, place))
     for name in sorted(ours - theirs):
-        _put(place, name, home.get(name, limit=objects.SMALL))
+        put_small(place, name, home.get(name, limit=objects.SMALL))
     known = {name.rpartition("/")[0] for name in ours}
     later = sorted(name for name in theirs - ours if name.rpartition("/")[0] in known)
     if later:
@@ -200,28 +124,6 @@ def copy_refs(repo: Repo, place: Store) -> None:
 
 def _refs_and_keys(store: Store) -> set[str]:
     return {entry.name for top in ("refs", object_names.KEYS) for entry in store.walk(top)}
-
-
-def promote(repo: Repo, id: CheckpointId) -> None:
-    """Brings the primary the data files of a checkpoint that it lacks. Raises as `fill`."""
-    manifest, home = repo.manifest(id), home_of(repo.store)
-    bring_bases(repo, manifest, home)
-    own = [name for name in packs_of(repo, manifest) if object_names.save_of(name) == id]
-    copy_packs(repo, manifest, dict.fromkeys(lacking(home, own)), home)
-
-
-def _put(place: Store, name: str, data: bytes) -> bool:
-    """Returns whether it was not there."""
-    try:
-        place.put_if_absent(name, Bytes(data), token=secrets.token_hex(16))
-    except AlreadyExists:
-        return False
-    return True
-
-
-def bring_own(repo: Repo, id: CheckpointId, names: Iterable[str]) -> None:
-    """Brings the primary data files that this node has. Raises as `fill`."""
-    copy_packs(repo, repo.manifest(id), dict.fromkeys(names), home_of(repo.store))
 
 
 # -- what another tier knows -------------------------------------------------------------------------------------------
@@ -237,10 +139,10 @@ def announce(repo: Repo, follower: Store, run: str, number: int) -> None:
         if known[-1] < missed < number:
             with suppress(ObjectNotFound):  # a directory that nobody has claimed
                 earlier = object_names.attempt_name(run, missed)
-                _put(follower, earlier, repo.store.get(earlier, limit=objects.SMALL))
+                put_small(follower, earlier, repo.store.get(earlier, limit=objects.SMALL))
     name = object_names.attempt_name(run, number)
     data = repo.store.get(name, limit=objects.SMALL)
-    _put(follower, name, data)
+    put_small(follower, name, data)
     if follower.get(name, limit=objects.SMALL) != data:
         raise _another_line(repo, follower, run, number)
     check_line(repo, follower, run, number)
@@ -251,7 +153,7 @@ def show_release(repo: Repo, follower: Store, run: str, number: int) -> None:
     number_of_beat, beat = read_last(repo, run, number)
     if beat is not None and beat.released:
         name = object_names.numbered(object_names.lease_directory(run, number), number_of_beat)
-        _put(follower, name, repo.store.get(name, limit=objects.SMALL))
+        put_small(follower, name, repo.store.get(name, limit=objects.SMALL))
 
 
 def check_line(repo: Repo, follower: Store, run: str, number: int) -> None:
@@ -274,7 +176,7 @@ class Takeover:
         with self._lock:
             if self._given_up:
                 raise StoreError(f"{name} came too late for {self.home.url}", subject=name)
-            _put(self.home, name, data)
+            put_small(self.home, name, data)
 
     def give_up(self) -> None:
         with self._lock:
@@ -418,7 +320,7 @@ def heal(repo: Repo, name: str, place: Store) -> bool:
     if table is not None:
         data = repo.index_bytes(id, table)
         place.delete([name])
-        _put(place, name, data)
+        put_small(place, name, data)
         return True
     rank = int(file.removeprefix("rank-").partition(".")[0])
     try:

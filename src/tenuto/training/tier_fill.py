@@ -16,6 +16,7 @@ from tenuto.events import Emitter, TierLag, TierSkipped
 from tenuto.maintenance import tier_copies
 from tenuto.maintenance.census import ids_in_trash, is_run
 from tenuto.maintenance.gc import free_expired
+from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.retention import execute, plan_retention
 from tenuto.maintenance.shared_packs import packs_of
@@ -375,7 +376,7 @@ class FollowerFill(TierFill):
         if half not in (None, id) and not self.tier.store.children(object_names.trash_directory(half)).objects:
             free_in(self.tier.store, half)  # nothing there rests on it
         self._half = id
-        if tier_copies.fill(self.repo, self.tier.store, id):
+        if PlaceCopy(self.repo, self.tier.store).bring(id):
             self._check_owner(id, self.attempt)
         waiting = (base for base in self._bases(id) if base.run == self.run and base not in self.whole)
         self._catalog.waiting.update(dict.fromkeys(waiting))
@@ -397,7 +398,7 @@ class FollowerFill(TierFill):
         if self.keep.metrics():  # they may come long after their checkpoint
             tier_copies.copy_late_notes(self.repo, self.tier.store, self.run)
         elif self._last is not None and self.repo.exists(self._last):
-            tier_copies.copy_notes(self.repo, self.tier.store, self._last)
+            PlaceCopy(self.repo, self.tier.store).bring_notes(self._last)
         capacity, policy = self.tier.tier.capacity, self.keep
         if self._relied_on() is None:
             return  # the next round knows

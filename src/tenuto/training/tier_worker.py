@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 from tenuto.concurrency.background_rounds import BackgroundRounds
 from tenuto.concurrency.deadlines import within
+from tenuto.engine.read.copy_packs import copy_packs
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.errors import (
     CheckpointNotFound,
@@ -24,6 +25,7 @@ from tenuto.errors import (
 from tenuto.events import Emitter
 from tenuto.maintenance import tier_copies
 from tenuto.maintenance.facts import gather_facts
+from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.shared_packs import packs_of
 from tenuto.maintenance.tier_copies import has_packs
 from tenuto.model.ids import CheckpointId
@@ -129,7 +131,7 @@ class PrimaryFill(TierFill):
         home, manifest = self.tiers.home, self.repo.manifest(id)
         there = home.children(id.directory).objects
         own = [name for name in self._of_this_node(id) if name.rpartition("/")[2] not in there]
-        tier_copies.bring_own(self.repo, id, own)
+        copy_packs(self.repo, manifest, dict.fromkeys(own), home)
         if not self._coordinates:
             return True
         files = home.children(id.directory).objects
@@ -145,7 +147,7 @@ class PrimaryFill(TierFill):
     def _tidy(self, attempt: Attempt) -> None:
         for id in sorted(self.lacking, reverse=True):
             try:
-                tier_copies.promote(self.repo, id)
+                PlaceCopy(self.repo, self.tiers.home).bring_packs(self.repo.manifest(id))
                 self.whole.add(id)
             except CheckpointNotFound:
                 pass

@@ -265,7 +265,7 @@ def test_a_forks_copy_has_the_data_files_of_the_run_that_it_was_forked_from(tmp_
         restored(copy, step, run="second")
 
 
-@pytest.mark.parametrize("point", ["copied elsewhere, manifest not yet"])
+@pytest.mark.parametrize("point", ["packs copied, checkpoint not looked for again"])
 def test_a_copy_that_is_cut_off_goes_on(tmp_path: Path, point: str) -> None:
     where, copy = tmp_path / "ckpts", tmp_path / "copy"
     train(where)

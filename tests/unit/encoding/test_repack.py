@@ -164,6 +164,25 @@ def test_killed_anywhere_it_loses_nothing_and_latest_stays_what_it_was(tmp_path:
     restored(where, STEPS + 1)
 
 
+def test_what_a_killed_one_leaves_is_copied_after_the_command_that_the_error_names(tmp_path: Path) -> None:
+    where, elsewhere = tmp_path / "ckpts", tmp_path / "elsewhere"
+    train(where)
+    repo = Repo.open(open_store(where))
+
+    def die() -> None:
+        raise Abandoned
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repack.HeldCommit, "take_back", lambda *given, **named: None)  # as of a killed process
+        with armed("a repacked checkpoint is visible", die), pytest.raises(Abandoned):
+            repack.execute(repo, repack.plan_repack(repo, "main", PRESETS["small"]))
+    (failed,) = tenuto.Repository(where).replicate(elsewhere).failed
+    assert failed.hint == f"a repack was cut off: tenuto repack {where} --run main ends it"
+    tenuto.Repository(where).repack("main")
+    assert tenuto.Repository(where).replicate(elsewhere).ok
+    restored(elsewhere)
+
+
 def test_one_that_fails_when_some_are_visible_keeps_what_they_rest_on(tmp_path: Path) -> None:
     where = tmp_path / "ckpts"
     train(where)

@@ -127,7 +127,7 @@ def test_it_goes_on_where_it_stopped(both: tuple[Path, Path]) -> None:
     def cut() -> None:
         raise Cut
 
-    with armed("copied elsewhere, manifest not yet", cut), pytest.raises(Cut):
+    with armed("packs copied, checkpoint not looked for again", cut), pytest.raises(Cut):
         copy(source, to)
     found = tenuto.Repository(to)
     assert found.checkpoints() == []
@@ -146,7 +146,7 @@ def test_what_is_removed_while_it_is_copied_leaves_nothing(both: tuple[Path, Pat
             once.append(1)
             remove(source, 2)
 
-    with armed("copied elsewhere, manifest not yet", removed):
+    with armed("packs copied, checkpoint not looked for again", removed):
         report = copy(source, to)
     assert [id.step for id in report.gone] == [2] and steps(report) == [1, 0]
     assert not (to / PACK.format(2)).parent.exists() or not any((to / PACK.format(2)).parent.iterdir())
@@ -164,7 +164,7 @@ def test_two_at_once_do_no_harm_when_the_checkpoint_is_removed(both: tuple[Path,
             copy(source, to)
             remove(source, 2)
 
-    with armed("copied elsewhere, manifest not yet", other):
+    with armed("packs copied, checkpoint not looked for again", other):
         report = tenuto.Repository(source).replicate(to)
     assert [id.step for id in report.gone] == [2]
     assert loaded(to) == 2
@@ -410,7 +410,7 @@ def test_a_copy_that_is_not_complete_is_not_damaged(tmp_path: Path) -> None:
         if len(copied) == 3:
             raise KeyboardInterrupt
 
-    with armed("copied elsewhere, manifest not yet", cut), pytest.raises(KeyboardInterrupt):
+    with armed("packs copied, checkpoint not looked for again", cut), pytest.raises(KeyboardInterrupt):
         copy(source, to)
     repo = Repo.open(open_store(to))
     report = assert_whole(repo)

@@ -248,7 +248,7 @@ def test_what_a_tier_has_freed_and_needs_again_is_not_freed_by_who_claims_there(
     def die() -> None:
         raise Abandoned
 
-    with armed("tier has the data files of a checkpoint, not its manifest", die), pytest.raises(Abandoned):
+    with armed("place has the data files of a checkpoint, not its manifest", die), pytest.raises(Abandoned):
         world.fill_tier()
     free_in(world.slow.inner, second)
     there = Repo(world.slow.inner, world.repo.id, CHUNK)

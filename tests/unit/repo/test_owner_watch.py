@@ -202,13 +202,13 @@ def test_a_lease_that_is_taken_up_again_beats_again(repo: Repo, make: Any) -> No
     lease.release()
     lease.resume()
     lease.resume()
-    assert read_last(repo, "gpt", 1) == (3, LeaseRecord(3, record.id, None, False, False))
+    assert read_last(repo, "gpt", 1) == (3, LeaseRecord(3, record.id, None, True, False))
     thread = lease._thread
     assert thread is not None and thread.is_alive()
     lease._last_beat()  # of the release before, where the store has answered only now
     assert read_last(repo, "gpt", 1)[0] == 3
     lease.release()
-    assert read_last(repo, "gpt", 1) == (4, LeaseRecord(4, record.id, None, False, True))
+    assert read_last(repo, "gpt", 1) == (4, LeaseRecord(4, record.id, None, True, True))
     assert not thread.is_alive()
 
 

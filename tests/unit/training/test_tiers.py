@@ -188,17 +188,17 @@ def test_what_waits_while_a_newer_one_is_due_is_skipped_with_the_reason(fast: Pa
 @pytest.mark.parametrize(
     "point",
     [
-        "tier has the tables of a checkpoint, not its data files",
+        "place has the tables of a checkpoint, not its data files",
         "packs copied, checkpoint not looked for again",
-        "tier has the data files of a checkpoint, not its manifest",
-        "tier has a checkpoint",
+        "place has the data files of a checkpoint, not its manifest",
+        "place has a checkpoint",
     ],
 )
 def test_a_process_killed_while_it_fills_a_tier_leaves_nothing_half_and_the_next_one_fills_it(
     fast: Path, slow: Path, point: str, steps: int
 ) -> None:
     killed_at(point, fast, slow, steps)
-    assert len(steps_in(slow)) == (point == "tier has a checkpoint")
+    assert len(steps_in(slow)) == (point == "place has a checkpoint")
     train(Tiers(Tier(fast), Tier(slow)), steps + 1)
     assert steps_in(slow)[-1] == steps + 1
     assert_holds(slow, steps + 1)

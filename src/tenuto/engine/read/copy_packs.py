@@ -14,7 +14,7 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.read.chunk_reader import AlignedBuffers, ChunkReader, chunk_runs
 from tenuto.engine.read.packs import OpenPack, missing
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError, StoreFull
-from tenuto.model.records import Index, Manifest
+from tenuto.model.records import Index, Manifest, Receipt
 from tenuto.repo.format.object_names import index_file
 from tenuto.repo.replicated.partial_copy import PartialCopy, encode_ranges
 from tenuto.repo.replicated.places import each_copy
@@ -44,10 +44,10 @@ def copy_packs(
             name = pack.object_name(manifest.id)
             if name in wanted:
                 part = wanted[name]
-                nbytes = copy_pack(repo, manifest, rank, pack.name, target=target, part=part)
-                if nbytes:
-                    put.append(name if part is None else part.name)
-                    report(name, nbytes)
+                receipt = copy_pack(repo, manifest, rank, pack.name, target=target, part=part)
+                if receipt is not None:
+                    put.append(receipt.name)
+                    report(name, receipt.length)
     crashpoint("packs copied, checkpoint not looked for again")
     if not repo.exists(manifest.id):
         target.delete(put)
@@ -61,13 +61,16 @@ def copy_pack(
     file: str,
     *,
     target: Store,
+    to: str = "",
     part: PartialCopy | None = None,
     replaces: bool = False,
     watched: Callable[[Content], Content] = lambda content: content,
     token: str = "",
-) -> int:
+) -> Receipt | None:
     """Copies one pack of a checkpoint's rank, or a part of it, from the first place that has it undamaged; returns the
-    bytes that were put, 0 if `target` has it.
+    receipt of the put, None if `target` has it.
+
+    to: its name there; empty: its own, or that of the part.
 
     replaces: what `target` has is damaged, and goes once another copy has been verified in full.
     watched: wraps the content, to tell how far it is or to end it early.
@@ -79,12 +82,13 @@ def copy_pack(
     index = repo.index(manifest, rank)
     number = next(number for number, entry in enumerate(index.packs) if entry.name == file)
     name = f"{manifest.id.directory}/{file}"
+    put = to or (name if part is None else part.name)
     failures: list[CorruptionError | StoreError] = []
     for source in each_copy(repo.store, name):
-        if part is None and source is target:
+        if put == name and source is target:
             if replaces:
                 continue
-            return 0
+            return None
         try:
             with source.open(name) as reader:
                 content = watched(VerifiedContent(repo, manifest, reader, index, number, part=part))
@@ -93,11 +97,9 @@ def copy_pack(
                         pass
                     target.delete([name])
                     crashpoint("damaged copy removed, not yet written anew")
-                put = name if part is None else part.name
-                target.put_if_absent(put, content, token=token or secrets.token_hex(16))
-            return content.length
+                return target.put_if_absent(put, content, token=token or secrets.token_hex(16))
         except AlreadyExists:
-            return 0
+            return None
         except StoreFull:
             raise  # another source would not help
         except (CorruptionError, StoreError) as error:

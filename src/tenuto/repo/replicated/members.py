@@ -59,9 +59,7 @@ class Member:
     copy: bool = False
 
 
-def known(
-    store: Store, repository: str, report: Callable[[str], None] = warn
-) -> tuple[Store, frozenset[str] | None]:
+def known(store: Store, repository: str, report: Callable[[str], None] = warn) -> tuple[Store, frozenset[str] | None]:
     """Returns the store of a repository opened in `store`, with its other places that are found here, and which
     directories its home has at the top: one listing tells most repositories that they have nothing else to ask for.
     None where that may not be listed. Says to `report` which place does not answer: it is left out.
