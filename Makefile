@@ -101,6 +101,8 @@ bench: setup
 	$(BIN)/python benchmarks/p13_space.py
 	$(BIN)/python tests/stores/install.py
 	$(BIN)/python benchmarks/p18_sealed_bucket.py
+	$(BIN)/python benchmarks/p22_object_store.py
+	$(BIN)/python benchmarks/stripe.py --places 4
 	$(BIN)/python benchmarks/p17_one_off.py --gib 0.5
 	$(BIN)/python benchmarks/many_checkpoints.py
 	$(BIN)/python benchmarks/catalog.py

@@ -70,6 +70,7 @@ def rows() -> list[Row]:
         _planning(),
         *_space(),
         *_codecs(),
+        *_object_store(),
     ]
 
 
@@ -292,6 +293,58 @@ def _space() -> list[Row]:
     return found
 
 
+def _object_store() -> list[Row]:
+    id, bucket = "p22_object_store", "a bucket of a Ceph gateway"
+    latest = "latest of 10,000, its lease names "
+    stripe = "{}, emulated, {} of them"
+    return [
+        Row(id, f"draining a checkpoint of 128 MiB into {bucket}", "tenuto, drain", (), ("plain puts", "plain puts")),
+        Row(
+            id,
+            f"one-off durable save of 128 MiB into {bucket}",
+            "tenuto.save",
+            (("dcp.save, s3fs", "`dcp.save` with s3fs"),),
+            ("plain puts", "plain puts"),
+        ),
+        Row(
+            id,
+            f"restore of 128 MiB from {bucket}, every byte verified",
+            "tenuto.load",
+            (("dcp.load, s3fs", "`dcp.load` with s3fs"),),
+            ("plain gets", "plain gets"),
+        ),
+        Row(
+            id,
+            "a step of a training while a tier in a bucket is filled",
+            "a step while a tier is filled",
+            (("a step beside", "a step beside"),),
+        ),
+        Row(
+            id,
+            "what `latest` means in a bucket with 10,000 checkpoints, 100 ms away",
+            f"{latest}it",
+            ((f"{latest}an older one", "where the last lease is old"),),
+        ),
+        Row(
+            id,
+            "memory of draining 4 GiB into a bucket",
+            "tenuto, drain",
+            (("tenuto.save", "one-off `tenuto.save`"), ("tenuto.save into a directory", "the same into a directory")),
+            None,
+            "median_bytes",
+        ),
+        *(
+            Row(
+                "stripe",
+                f"{words} 64 MiB {over} a stripe of four places of 30 MB/s each",
+                stripe.format(way, 4),
+                ((stripe.format(way, 1), "one such place"),),
+            )
+            for way, words, over in (("put", "putting", "into"), ("get", "reading", "from"))
+        ),
+    ]
+
+
 def rows_of_ranks() -> list[Row]:
     """Of jobs of several processes; each figure is the slowest rank's."""
     return [row for ranks in RANKS for size in SIZES for row in _of_ranks(ranks, size)] + _reshards()
@@ -338,7 +391,7 @@ def _of_ranks(ranks: int, size: str) -> list[Row]:
 
 
 def load(results: Path = RESULTS) -> dict[str, Document]:
-    paths = sorted([*results.glob("p*.json"), *results.glob("ranks_*.json")])
+    paths = sorted([*results.glob("p*.json"), *results.glob("ranks_*.json"), *results.glob("stripe.json")])
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 

@@ -22,7 +22,7 @@ from stores import tiers_program, training
 from stores.cases import OnServer
 from support.said import lines_said
 from tenuto import Tier, Tiers, every, keep
-from tenuto.engine.read.copy_packs import copy_packs
+from tenuto.engine.read.copy_packs import copy_pack
 from tenuto.errors import RepositoryError
 from tenuto.events import TierLag
 from tenuto.maintenance.verify import assert_whole
@@ -201,17 +201,17 @@ class TestTheBucketIsLost(OnServer):
         disk, bucket = tmp_path / "disk", f"{place}/run"
         killed, failed = threading.Event(), threading.Event()
 
-        def copy(*arguments: Any) -> None:
+        def copy(*arguments: Any, **named: Any) -> Any:
             if not killed.is_set():
                 server.gateway.kill()
                 killed.set()
-            copy_packs(*arguments)
+            return copy_pack(*arguments, **named)
 
         def heard(event: object) -> None:
             if isinstance(event, TierLag) and event.error:
                 failed.set()
 
-        monkeypatch.setattr("tenuto.maintenance.tier_copies.copy_packs", copy)
+        monkeypatch.setattr("tenuto.maintenance.place_copy.copy_pack", copy)
         where = Tiers(Tier(disk), Tier(bucket, keep=keep.all()))
         w = training.state_at(0)
         with lines_said() as lines:

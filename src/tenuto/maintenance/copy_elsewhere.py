@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tenuto.codec.digest import digest
-from tenuto.engine.read.copy_packs import Counted, copy_pack
+from tenuto.engine.read.copy_packs import Counted
 from tenuto.errors import (
     AlreadyExists,
     CheckpointNotFound,
@@ -225,18 +226,11 @@ class _Copying(PlaceCopy):
     def lacks(self, packs: Mapping[str, int]) -> list[str]:
         return [name for name, length in packs.items() if self._there.get(name) != length]
 
-    def put_pack(self, manifest: Manifest, rank: int, file: str) -> Receipt | None:
+    def put_pack(self, manifest: Manifest, rank: int, file: str, **how: Any) -> Receipt | None:
         name = f"{manifest.id.directory}/{file}"
-        put = copy_pack(
-            self.repo,
-            manifest,
-            rank,
-            file,
-            target=self.place,
-            replaces=name in self._there,  # it is damaged there
-            watched=lambda content: Counted(content, self._advance),
-            token=self.token,
-        )
+        damaged = name in self._there
+        watched = partial(Counted, moved=self._advance)
+        put = super().put_pack(manifest, rank, file, replaces=damaged, watched=watched, **how)
         if put is not None:
             with self._lock:
                 self._there[name] = put.length

@@ -8,8 +8,9 @@ verified on the way. An object appears whole or not at all, so a copy that was c
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
 
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.crashpoints import crashpoint
@@ -71,13 +72,14 @@ class PlaceCopy:
         """Returns which of these data files, given with their lengths, are not there."""
         return lacking(self.place, packs, self._listed)
 
-    def put_pack(self, manifest: Manifest, rank: int, file: str) -> Receipt | None:
-        """Puts a data file; returns None where it is there."""
-        return copy_pack(self.repo, manifest, rank, file, target=self.place, token=self.token)
+    def put_pack(self, manifest: Manifest, rank: int, file: str, **how: Any) -> Receipt | None:
+        """Puts a data file; returns None where it is there. `how`: as of `copy_pack`."""
+        return copy_pack(self.repo, manifest, rank, file, target=self.place, token=self.token, **how)
 
     def send(self, name: str) -> None:
-        """Copies a small object from here."""
-        self.put(name, self.repo.store.get(name, limit=MAX_MANIFEST))
+        """Copies a small object, if it is here."""
+        with suppress(ObjectNotFound):
+            self.put(name, self.repo.store.get(name, limit=MAX_MANIFEST))
 
     def bring_notes(self, id: CheckpointId) -> None:
         directory = object_names.notes_directory(id)
@@ -102,15 +104,17 @@ class PlaceCopy:
         """
         manifest, there = self.repo.manifest(id), self.there(id)
         self.begin(id)
-        for entry in manifest.tables:
-            if entry.name not in there:
-                self.put(f"{id.directory}/{entry.name}", self.repo.index_bytes(id, entry))
+        with self._unless_removed(id):
+            for entry in manifest.tables:
+                if entry.name not in there:
+                    self.put(f"{id.directory}/{entry.name}", self.repo.index_bytes(id, entry))
+            parts = [*(f"{id.directory}/{entry.name}" for entry in manifest.tables), *packs_of(self.repo, manifest)]
         self.bring_packs(manifest, packs)
         crashpoint("place has the data files of a checkpoint, not its manifest")
         made = object_names.MANIFEST not in there and self.put(id.manifest, self.repo.manifest_bytes(id))
         crashpoint("place has a checkpoint")
         if made and (manifest.bases or not self.alone):
-            self._take_back_unless_whole(manifest)
+            self._take_back_unless_whole(id, parts)
         if made and there:
             out_of_trash(self.place, id)
         self.bring_notes(id)
@@ -120,17 +124,13 @@ class PlaceCopy:
         """Brings the data files that a checkpoint needs, also of what it rests on. `only`: of its own, these. Raises as
         `bring`; what was put of a checkpoint that is removed meanwhile is deleted again."""
         id = manifest.id
-        try:
+        with self._unless_removed(id):
             for base in bases_of(self.repo, manifest, every_pack=self.every_pack):
                 self.bring_base(base)
             crashpoint("place has the tables of a checkpoint, not its data files")
             own = own_packs(self.repo, manifest)
             wanted = [(rank, pack) for rank, pack in own if only is None or pack.object_name(id) in only]
             put = self._put_packs(manifest, wanted)
-        except (CorruptionError, ObjectNotFound):
-            if self.repo.exists(id):
-                raise
-            raise _removed(id) from None
         crashpoint("packs copied, checkpoint not looked for again")
         if not self.repo.exists(id):
             if self.alone:
@@ -147,6 +147,16 @@ class PlaceCopy:
             self._put_packs(base.manifest, base.packs)
             self._brought.add(base.id)
 
+    @contextmanager
+    def _unless_removed(self, id: CheckpointId) -> Iterator[None]:
+        """Raises CheckpointNotFound for what is not there because the checkpoint is not."""
+        try:
+            yield
+        except (CorruptionError, ObjectNotFound):
+            if self.repo.exists(id):
+                raise
+            raise _removed(id) from None
+
     def _put_packs(self, manifest: Manifest, packs: Iterable[tuple[int, PackEntry]]) -> list[str]:
         """Returns the names of what was put."""
         named = {f"{manifest.id.directory}/{pack.name}": (rank, pack) for rank, pack in packs}
@@ -162,11 +172,9 @@ class PlaceCopy:
         parallel_for(copy, list(lacks), self.threads)
         return put
 
-    def _take_back_unless_whole(self, manifest: Manifest) -> None:
+    def _take_back_unless_whole(self, id: CheckpointId, parts: Collection[str]) -> None:
         """Takes back the manifest that was put just now where a part is gone: whoever cleans up there has not seen it
         come, or has found the checkpoint removed here."""
-        id = manifest.id
-        parts = [*(f"{id.directory}/{entry.name}" for entry in manifest.tables), *packs_of(self.repo, manifest)]
         if lost := lacking(self.place, parts):
             self.place.delete([id.manifest])
             if self.alone:

@@ -17,7 +17,7 @@ from tenuto.maintenance.replica_tidy import targets
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.repo.format import object_names
-from tenuto.repo.replicated.places import copies_of, home_of, places_of, unreachable
+from tenuto.repo.replicated.places import copies_of, home_of, unreachable
 from tenuto.repo.replicated.replica import UnreachableReplica, exists
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
@@ -118,7 +118,7 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
     """Copies what it can."""
     emit, done = emitter or Emitter(), 0
     failed: list[TenutoError] = []
-    places, known = places_of(repo.store), {target.url: target for target in targets(repo)}
+    known = {target.url: target for target in targets(repo)}
 
     def advance(name: str, nbytes: int) -> None:
         nonlocal done
@@ -130,9 +130,8 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
         target = known[copying.target]
         try:
             if copying.id is None:
-                assert places is not None, "there are others"
                 for name in copying.small:
-                    places.replica(target).copy_from_home(name)
+                    PlaceCopy(repo, target).send(name)
             elif target is home_of(repo.store):
                 PlaceCopy(repo, target, advance).bring_packs(repo.manifest(copying.id), copying.packs)
             else:

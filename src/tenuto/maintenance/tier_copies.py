@@ -104,9 +104,7 @@ def copy_late_notes(repo: Repo, place: Store, run: str) -> None:
     for id, files in theirs.items():
         if object_names.MANIFEST in files:
             for file in sorted(file for file in ours.get(id, ()) if object_names.is_note(file) and file not in files):
-                name = f"{id.directory}/{file}"
-                with suppress(ObjectNotFound):  # its checkpoint has been removed meanwhile
-                    put_small(place, name, repo.store.get(name, limit=objects.SMALL))
+                PlaceCopy(repo, place).send(f"{id.directory}/{file}")
 
 
 def copy_refs(repo: Repo, place: Store) -> None:
