@@ -5,7 +5,7 @@
 The store is a Ceph RADOS gateway on loopback, whose disk is a file in memory (`make test-stores` installs it). It
 shares the processors with its client, so figures are ratios to plain puts and gets of equal size by the same client
 (obstore), four parts of 16 MiB and 16 ranges of 8 MiB at once. dcp with s3fs runs with its defaults, where
-`build/peers` has it (p22_object_store_peer.py says how). s3torchconnector 1.5 cannot save to this gateway: it asks for
+`build/peers` has it (object_store_peer.py says how). s3torchconnector 1.5 cannot save to this gateway: it asks for
 an ETag in the reply to a completed upload, which Ceph 16 leaves out (`--peers` tries it). A drain reads a checkpoint
 from a directory of the same memory, verifies it, and uploads it. Of `latest`, the lease of a training says which step
 was committed last, at most a beat ago; where an old one is all there is, everything behind that is listed.
@@ -35,8 +35,8 @@ import obstore
 import torch
 from grown_repository import grow
 from harness import Contender, Result, Target, arguments, compare, median_interval, note, report, timed
+from object_store_peer import INSTALL, PACKAGES, state_of
 from obstore.store import S3Store
-from p22_object_store_peer import INSTALL, PACKAGES, state_of
 
 import tenuto
 from tenuto import Tier, Tiers, every, keep, on
@@ -94,7 +94,7 @@ class Peer:
     """Another tool, in a process with packages of its own."""
 
     def __init__(self, kind: str, bucket: str, length: int) -> None:
-        script = str(Path(__file__).with_name("p22_object_store_peer.py"))
+        script = str(Path(__file__).with_name("object_store_peer.py"))
         self._process = subprocess.Popen(
             [sys.executable, script, kind, bucket, str(length)],
             stdin=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """What others do with a state in a bucket, in a process of their own: `s3fs` needs another botocore than boto3 has.
 
-    python benchmarks/p22_object_store_peer.py {s3fs|s3torchconnector} BUCKET BYTES
+    python benchmarks/object_store_peer.py {s3fs|s3torchconnector} BUCKET BYTES
 
 Reads lines `save PREFIX` and `load PREFIX`, and answers each with the seconds that it took.
 """
