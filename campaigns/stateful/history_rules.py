@@ -34,7 +34,7 @@ from tenuto.store.memory import MemoryStore
 
 MADE = ("fork1", "fork2", "copied", "moved")
 """Runs that operations may make."""
-KEEP_RULES = ("latest", "within", "hourly", "attempt")
+KEEP_RULES = ("latest", "within", "hourly", "attempt", "rollback")
 ENDED = st.sampled_from((True, True, False))
 """Whether who trains the run has ended before."""
 COPY_POINTS = (None, None, "attempt claimed", "copies put, none visible", "a copy is visible")
@@ -88,7 +88,7 @@ class HistoryRules(OperatorRules):
         else:
             assert reachable and self._owner(run) is None, f"{run} went back to {to}"
             counted["rollback"] += 1
-            self._claimed(run, to)
+            self.model.rollbacks.add((run, self._claimed(run, to)))
             assert next(self.model.walk(run)) == to
 
     @precondition(lambda self: self.model.committed)
@@ -203,6 +203,7 @@ class HistoryRules(OperatorRules):
             "hourly": keep.hourly(n),
             "within": keep.within(hours=n),
             "attempt": keep.after("attempt"),
+            "rollback": keep.after("rollback"),
         }
         policy = policies[which]
         now = data.draw(st.booleans())

@@ -57,7 +57,8 @@ def keep(
         str | None, typer.Option("--within", metavar="TIME", help="Keep all of the last 36h, 3d or 2w.")
     ] = None,
     after: Annotated[
-        list[str] | None, typer.Option("--after", metavar="EVENT", help="Keep the first after each attempt, or fork.")
+        list[str] | None,
+        typer.Option("--after", metavar="EVENT", help="Keep the first after each attempt, fork or rollback."),
     ] = None,
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="SIZE", help="Of that, only what fits into 2TB.")
