@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from tenuto.model.ids import CheckpointId
-from tenuto.model.leaf import LeafSpec
 
 if TYPE_CHECKING:
+    # For annotations alone: a supervisor, which knows owners, loads no numpy.
+    import numpy as np
+
     from tenuto.model.health import Health
+    from tenuto.model.leaf import LeafSpec
 
 ROLLBACK: Final = "rollback"
 FORK: Final = "fork"
