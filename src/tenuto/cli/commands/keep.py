@@ -110,10 +110,8 @@ def keep(
             if removed and not now:
                 print_grace_of_trash(repo.url)
     if json:
-        output.document(
-            "keep",
-            {"where": repo.url, "dry_run": dry_run, "now": now, **_json(plan, policy), "removed": list(removed)},
-        )
+        body = {"where": repo.url, "dry_run": dry_run, "now": now, **_json(plan, policy), "removed": list(removed)}
+        output.document("keep", body)
 
 
 def _policies(
