@@ -269,9 +269,6 @@ def _upkeep() -> list[Row]:
         ),
         Row(history, "what a rule would remove of 40 saves, as a command", "tenuto keep --dry-run", deciding),
         Row(history, "a list of 40 saves, as a command", "tenuto ls", listing),
-        Row("catalog", "a page of a query among 100,000 checkpoints", "a page", ()),
-        Row("catalog", "the latest of a run among 100,000 checkpoints", "latest", ()),
-        Row("catalog", "making the catalog of 100,000 checkpoints anew", "made anew", ()),
     ]
 
 
@@ -385,7 +382,7 @@ def _of_ranks(ranks: int, size: str) -> list[Row]:
 
 
 def load(results: Path = RESULTS) -> dict[str, Document]:
-    paths = sorted([*results.glob("p*.json"), *results.glob("ranks_*.json"), results / "catalog.json"])
+    paths = sorted([*results.glob("p*.json"), *results.glob("ranks_*.json")])
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
