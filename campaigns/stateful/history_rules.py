@@ -187,9 +187,8 @@ class HistoryRules(OperatorRules):
             self._removed(old)
         self.model.pins = {kind: new_of.get(id, id) for kind, id in self.model.pins.items()}
         line = [new_of[id] for id in before if id in new_of]
-        assert [id for id in self.model.walk(new) if id.run == new] == line, (
-            f"the line of {run} is another one in {new}"
-        )
+        found = [id for id in self.model.walk(new) if id.run == new]
+        assert found == line, f"the line of {run} is another one in {new}: {found}, not {line}; {self.model.parents}"
 
     # -- removal -------------------------------------------------------------------------------------------------------
 
