@@ -223,7 +223,7 @@ class Saver:
                 self._enter(save)
                 self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
                 save.state = "capturing"
-                if overlapped or not eager and self.fencing is not None:
+                if overlapped or (not eager and self.fencing is not None):
                     owned()  # before anything copies, or writes, behind this thread
                 if not overlapped:
                     self._capture(job, overlapped=False, eager=eager)
