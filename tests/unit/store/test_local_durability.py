@@ -44,7 +44,7 @@ def test_i1_the_first_put_flushes_every_directory_on_the_way(store, faulty, tmp_
         assert ("fsync_directory", above) in order[order.index(("mkdir", made)) :]
     # Together, once the name is there: real file systems serve them all with one commit of their journal.
     assert [name for name, _ in order].index("fsync_directory") > [name for name, _ in order].index("link")
-    assert order[-1] == ("fsync_directory", f"{store.root}/runs/a/b")
+    assert ("fsync_directory", f"{store.root}/runs/a/b") in order[[name for name, _ in order].index("link") :]
 
 
 def test_i1_directories_made_by_a_process_that_died_are_flushed_too(store, faulty):
