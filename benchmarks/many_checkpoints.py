@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from grown_repository import grow
-from harness import Result, arguments, median_interval, note, report, workplace
+from harness import Result, Target, arguments, median_interval, note, report, workplace
 
 import tenuto
 from tenuto import every, keep
@@ -31,7 +31,7 @@ from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
 NUMBERS = (10, 1_000, 20_000)
-ROUNDS = 3
+ROUNDS = 7
 CALLS = ("put_if_absent", "get", "open", "stat", "children", "walk", "delete", "settle")
 PAGE_MS, CLAIM_MS = 1_000.0, 200.0
 
@@ -150,6 +150,9 @@ def main() -> None:
             ratio = many / max(few, 1)
             text = f"calls of the store for {what}, {most} <= 2 times those with {NUMBERS[0]}"
             result.judge_value(text, (ratio, ratio, ratio), at_most=2.0)
+        for what in ("latest", "claim", "save", "close"):
+            text = f"time of {what}, {most} <= 2 times that with {NUMBERS[0]}"
+            result.judge(Target(text, f"{what}, {most}", f"{what}, {NUMBERS[0]}", at_most=2.0, of_medians=True))
         report(result, options, place)
 
 

@@ -152,8 +152,8 @@ BUGS: tuple[Bug, ...] = (
         ("save", "save and wait"),
         patch=_replace(
             engine_save,
-            "within",
-            lambda seconds, what, work, *, subject: work(),
+            "begun_within",
+            lambda seconds, what, work, *, subject: work,
         ),
     ),
     Bug(

@@ -18,7 +18,8 @@ from campaigns.rank_crashes.seats import Life, ScheduledKVStore, Seat
 from campaigns.rank_crashes.state import rank_state, saved, whole_at
 from campaigns.rank_crashes.threads import Lock, scheduled_copies
 from campaigns.recorded_jobs import RUN, Faster, Program
-from campaigns.simulated_processes import Processes
+from campaigns.simulated_processes import Processes, replacing
+from tenuto.concurrency.deadlines import begun_within
 from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.save import saver as saving
 from tenuto.engine.save.job import ManifestDetails
@@ -106,7 +107,14 @@ class RankProgram(Program):
             stack.enter_context(mock.patch.object(saving, "lower_priority", lambda: None))
             stack.enter_context(mock.patch.object(members, "open_store", self._found))
             stack.enter_context(scheduled_copies(lambda: self.running_scheduler))
+            stack.enter_context(replacing(begun_within, self._begun_beside))
             yield
+
+    def _begun_beside(self, seconds: float, what: str, work: Callable[[], Any], *, subject: str) -> Callable[[], Any]:
+        """As `begun_within`, in turns."""
+        scheduler = self.running_scheduler
+        held = scheduler.in_background(work)
+        return lambda: scheduler.done(held)
 
     def scheduler(self) -> Scheduler:
         def acts(actor: int) -> None:

@@ -121,17 +121,27 @@ def within(seconds: float, what: str, work: Callable[[], Result], *, subject: st
     After a timeout the work continues in its thread. At interpreter exit no thread can be started: then the work runs
     in the calling thread, without a deadline.
     """
+    return begun_within(seconds, what, work, subject=subject)()
+
+
+def begun_within(seconds: float, what: str, work: Callable[[], Result], *, subject: str) -> Callable[[], Result]:
+    """Begins `work` in a thread, beside what the caller does until it calls what this returns: that does as `within`
+    does, `seconds` from then."""
     call = _Call(work)
     try:
         foreground_threads.submit(call.run, f"tenuto-{what}")
     except RuntimeError:
-        return work()
-    if not call.ended.wait(max(0.0, seconds)):
-        raise DeadlineExceeded(
-            f"{what} has not ended within {seconds:g} s: the store does not answer",
-            subject=subject,
-            hint="look at the store: is it mounted, does `ls` there answer?",
-        )
-    if call.error is not None:
-        raise call.error
-    return call.result  # type: ignore[return-value]
+        return work
+
+    def outcome() -> Result:
+        if not call.ended.wait(max(0.0, seconds)):
+            raise DeadlineExceeded(
+                f"{what} has not ended within {seconds:g} s: the store does not answer",
+                subject=subject,
+                hint="look at the store: is it mounted, does `ls` there answer?",
+            )
+        if call.error is not None:
+            raise call.error
+        return call.result  # type: ignore[return-value]
+
+    return outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +11,7 @@ from tenuto.errors import UsageError
 
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}", re.ASCII)
 _ATTEMPT: Final = re.compile(r"a([0-9]{4,18})", re.ASCII)
-_STEP: Final = re.compile(r"step-([0-9]{8,18})", re.ASCII)
+_STEP: Final = re.compile(r"^step-([0-9]{8}|[1-9][0-9]{8,17})$", re.ASCII | re.MULTILINE)
 MAX_STEP: Final = 10**18 - 1
 
 
@@ -51,10 +52,12 @@ def parse_attempt(key: str) -> int | None:
 
 def parse_step(key: str) -> int | None:
     found = _STEP.fullmatch(key)
-    if not found:
-        return None
-    number = int(found[1])
-    return number if step_key(number) == key else None
+    return int(found[1]) if found else None
+
+
+def parse_steps(keys: Iterable[str]) -> list[int]:
+    """Returns the steps among names of directories, descending; one pass, since thousands lie together."""
+    return sorted(map(int, _STEP.findall("\n".join(keys))), reverse=True)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Final, Protocol
 from urllib.parse import unquote, urlsplit
@@ -25,7 +25,7 @@ from tenuto.errors import (
 )
 from tenuto.events import warn
 from tenuto.model import canonical_json
-from tenuto.model.ids import CheckpointId, parse_attempt, parse_step, run_key, step_key
+from tenuto.model.ids import CheckpointId, parse_attempt, parse_steps, run_key, step_key
 from tenuto.model.records import AttemptRecord, Index, IndexEntry, Manifest, PackEntry
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
@@ -273,8 +273,7 @@ class Repo:
     def steps(self, run: str, attempt: int) -> list[int]:
         """Returns the steps with a directory in the attempt, descending, committed or not. Costs one listing and reads
         nothing."""
-        keys = self.store.children(object_names.attempt_directory(run, attempt)).directories
-        return sorted((step for key in keys if (step := parse_step(key)) is not None), reverse=True)
+        return parse_steps(self.store.children(object_names.attempt_directory(run, attempt)).directories)
 
     def newest_steps(self, run: str, attempt: int) -> Iterator[int]:
         """Yields what `steps` returns, lazily. Where a listing of thousands is many requests, lists first what lies
@@ -285,8 +284,7 @@ class Repo:
             return
         directory = object_names.attempt_directory(run, attempt)
         keys = self.store.children(directory, after=step_key(hint - 1) if hint else "").directories
-        newest = sorted((step for key in keys if (step := parse_step(key)) is not None and step >= hint), reverse=True)
-        yield from newest
+        yield from takewhile(lambda step: step >= hint, parse_steps(keys))
         yield from (step for step in self.steps(run, attempt) if step < hint)
 
     def _hint(self, run: str, attempt: int) -> int | None:

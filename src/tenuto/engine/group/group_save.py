@@ -10,15 +10,17 @@ Nothing of the training job's own collectives is used, and every wait has a dead
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
+from tenuto.concurrency.deadlines import begun_within
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.planning import PLANNING, GroupPlan, GroupPlanner, WriteAssignment, first_of_each
 from tenuto.engine.group.replica_check import ComparedRows, ReplicaDigests, check_replicas, check_sets
@@ -39,7 +41,7 @@ from tenuto.engine.group.rounds import (
 from tenuto.engine.save.commit_protocol import ManifestCallback
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import Job, ManifestDetails, manifest_about, stored_in
-from tenuto.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, in_words
+from tenuto.errors import RanksDisagree, RanksError, SaveFailed, ShardMismatch, TenutoError, in_words
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled
 from tenuto.model.health import Health, united
@@ -157,6 +159,7 @@ class _SaveInProgress:
     replicas: a digest of each compared row.
     all_replicas: whether rows that are declared to be equal are compared too.
     plan: on the coordinator. A later save may be planned anew while this one is still being written.
+    boxes: on the coordinator, waits until the table of parts is put, beside its packs.
     """
 
     round: Round
@@ -168,6 +171,7 @@ class _SaveInProgress:
     plan: GroupPlan | None
     sends_tree: bool = True
     put: Round | None = None
+    boxes: Callable[[], tuple[Receipt, IndexEntry]] | None = None
     tree: Spelled = field(init=False)
     digest: str = field(init=False)
 
@@ -284,7 +288,9 @@ class GroupCommit:
         self._agreement.report(f"writing its part of step {save.step}")
         under.sends_tree = self.rank in message.head["trees"]
         under.put = self._agreement.round("put", round.number)
-        if not self.coordinates:
+        if self.coordinates:
+            self._begin_boxes(under, save)
+        else:
             self._await_begin(under.put, save)
 
     def _await_begin(self, put: Round, save: Save) -> None:
@@ -325,6 +331,18 @@ class GroupCommit:
         job.begun = True
         senders = first_of_each([post.head["tree"] for post in posts])[1:]
         round.broadcast(RankMessage(GO, {"trees": senders}, b"").encode())
+
+    def _begin_boxes(self, under: _SaveInProgress, save: Save) -> None:
+        """Begins to put the table of parts: nobody waits for it but the commit."""
+        plan, repo = under.plan, self._repo
+        assert plan is not None, "planned before"
+
+        def put() -> tuple[Receipt, IndexEntry]:
+            data = encode_boxes(plan.table, save.id, save.save_id, repo.id)
+            return put_object(repo, save.id, BOXES, data, save.save_id)
+
+        what = f"putting the table of parts of {save.id}"
+        under.boxes = begun_within(self._deadline_s, what, put, subject=str(save.id))
 
     def commit(
         self,
@@ -377,10 +395,8 @@ class GroupCommit:
         self, round: Round, under: _SaveInProgress, job: Job, index: Index, *, timed: bool, told: ManifestCallback
     ) -> None:
         plan, save, repo = under.plan, job.save, self._repo
-        assert plan is not None, "planned before"
-        boxes, table = put_object(
-            repo, save.id, BOXES, encode_boxes(plan.table, save.id, save.save_id, repo.id), save.save_id
-        )
+        assert plan is not None and under.boxes is not None, "planned and begun before"
+        boxes, table = under.boxes()
         posts = self._rounds.posts(round, save)
         digests = [post.data[: post.head["replicas"]] for post in posts]
         if not check_sets(plan.held, plan.replicas, plan.compared(under.all_replicas), digests):
@@ -453,8 +469,18 @@ class GroupCommit:
 
     def failed(self, save: Save, error: BaseException) -> BaseException:
         under = self._saves.pop(save.save_id, None)
-        round = None if under is None else under.put or under.round
-        if round is None or round.over:
+        if under is None:
+            return error
+        try:
+            return self._fail_in_progress(under, save, error)
+        finally:
+            if under.boxes is not None:
+                with contextlib.suppress(TenutoError):  # once this is over nothing is put behind what is freed now
+                    under.boxes()
+
+    def _fail_in_progress(self, under: _SaveInProgress, save: Save, error: BaseException) -> BaseException:
+        round = under.put or under.round
+        if round.over:
             return error
         round.fail(in_words(error), phase=f"the save of step {save.step}, {save.phase}")
         try:

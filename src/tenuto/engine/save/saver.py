@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tenuto.concurrency.deadlines import within
+from tenuto.concurrency.deadlines import begun_within
 from tenuto.concurrency.interruption import Latch
 from tenuto.concurrency.worker_threads import (
     BackgroundWork,
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 CHECK_S = 60.0
 """How long the training thread waits for the one listing that shows whether it still owns the run."""
+
+
+def _nothing() -> None:
+    """Does nothing."""
 
 
 class Saver:
@@ -199,8 +203,7 @@ class Saver:
         began = time.perf_counter()
         attempt = self._claimed()
         try:
-            if not self.repo.store.capabilities.remote:  # else the thread that writes finds it out
-                within(CHECK_S, f"the check who owns run {attempt.run}", attempt.check, subject=attempt.run)
+            owned = self._begin_check(attempt)
             if self.fencing is not None:
                 self.fencing.begin_save()
         except BaseException as error:
@@ -220,8 +223,11 @@ class Saver:
                 self._enter(save)
                 self._emitter.emit(SaveStarted(save.id, save.save_id, save.bytes, len(flattened.specs), about.reason))
                 save.state = "capturing"
+                if overlapped or (not eager and self.fencing is not None):
+                    owned()  # before anything copies, or writes, behind this thread
                 if not overlapped:
                     self._capture(job, overlapped=False, eager=eager)
+                owned()
                 self._start(job)
             except BaseException as error:
                 if job.work is None:  # no thread ever will
@@ -238,6 +244,14 @@ class Saver:
         save.stall_s = time.perf_counter() - began
         self._emitter.emit(Captured(save.id, save.stall_s, job.plan.arena.kind))
         return save
+
+    def _begin_check(self, attempt: Attempt) -> Callable[[], None]:
+        """Begins to look whether this process still owns the run. What it returns waits for the answer, and raises
+        Superseded where it does not."""
+        if self.repo.store.capabilities.remote:
+            return _nothing  # the thread that writes finds it out
+        what = f"the check who owns run {attempt.run}"
+        return begun_within(CHECK_S, what, attempt.check, subject=attempt.run)
 
     def plan_save(self, step: int, *, reason: str = "") -> Save:
         """Returns the handle of a save that is going to be taken."""

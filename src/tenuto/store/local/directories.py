@@ -2,8 +2,9 @@
 
 An object is durable only if every directory on its path is: the entry of each in its parent must be flushed, even if an
 earlier process made the directory and died before its flush. Each directory is settled once per process and remembered,
-so a put into a known directory costs no call here. Directories have names relative to the root of the store; the root
-is "".
+so a put into a known directory costs no call here. One that is new is flushed together with the first name in it: the
+object counts only once both are durable, and one commit of the journal serves both. Directories have names relative to
+the root of the store; the root is "".
 """
 
 from __future__ import annotations
@@ -60,23 +61,40 @@ class Directories:
                     raise os_errors.meaning(error, "looking at", self.path(directory), name) from error
         return True
 
-    def ensure(self, directory: str) -> None:
-        """Makes `directory` and its parents durably. Free for directories this process has settled before."""
+    def make(self, directory: str) -> None:
+        """Makes `directory` and its parents, if this process has not settled them before; `settle_name` makes what is
+        put there durable."""
         if directory in self._settled:
             return
+        with self._lock:
+            self._made_of(directory, lambda fresh: [list(self._make(ancestor)) for ancestor in fresh])
+
+    def settle_name(self, directory: str, subject: str) -> None:
+        """Makes the contents of `directory` durable, and the directory itself, which is made anew if it has vanished
+        and was not settled. Raises StoreError if one that was settled is gone."""
+        if directory in self._settled:
+            self.flush_present(directory, subject)
+            return
+
+        def settle(fresh: list[str]) -> None:
+            made = [flush for ancestor in fresh for flush in self._make(ancestor)]
+            self._flush_all([*made, _Flush(self.path(directory))], subject)
+            self._settled.update(fresh)
+
         # Locked across the flushes, and by `prune`: no thread may see a directory as settled that was made anew since.
         with self._lock:
-            for _ in range(_RACES):
-                try:
-                    fresh = [ancestor for ancestor in _chain(directory) if ancestor not in self._settled]
-                    made = [flush for ancestor in fresh for flush in self._make(ancestor)]
-                    self._flush_all(made, directory)
-                    self._settled.update(fresh)
-                    return
-                except FileNotFoundError as error:
-                    if isinstance(error, StoreError):
-                        raise
-                    self.forget(directory)
+            self._made_of(directory, settle)
+
+    def _made_of(self, directory: str, make: Callable[[list[str]], object]) -> None:
+        """Calls `make` with the directories down to this one that are not settled, until none vanishes meanwhile."""
+        for _ in range(_RACES):
+            try:
+                make([ancestor for ancestor in _chain(directory) if ancestor not in self._settled])
+                return
+            except FileNotFoundError as error:
+                if isinstance(error, StoreError):
+                    raise
+                self.forget(directory)
         raise StoreError(f"{self.path(directory)} keeps vanishing while objects are put there", subject=directory)
 
     def forget(self, directory: str) -> None:

@@ -115,9 +115,8 @@ class LocalStore:
             try:
                 self._fill(descriptor, temporary, name, content)
                 self._give_name(descriptor, temporary, final, name)
-                # Again: other threads may have pruned the directory and made it anew.
-                self._directories.ensure(directory)
-                self._directories.flush_present(directory, name)
+                # Other threads may have pruned the directory, and made it anew, before the temporary lay in it.
+                self._directories.settle_name(directory, name)
             finally:
                 # The object is durable under its final name, or given up: errors here change neither, and a temporary
                 # that stays is listed among the leftovers.
@@ -127,7 +126,7 @@ class LocalStore:
 
     def _create(self, temporary: str, directory: str, name: str) -> int:
         for _ in range(_RACES):
-            self._directories.ensure(directory)
+            self._directories.make(directory)
             try:
                 return self.filesystem.create(temporary)
             except FileNotFoundError:
