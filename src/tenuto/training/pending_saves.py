@@ -114,7 +114,7 @@ class LateMetricTrigger:
     def mark(self) -> None:
         """Marks the state of a step that is done, with the metrics that there are so far."""
         session = self._session
-        missing = self._saving.policy.metrics() - session.metrics.keys()
+        missing = self._saving.policy_metrics - session.metrics.keys()
         if missing and session.unsaved and self._saving.attempt is not None:
             self._mark = self._snapshots.passing_mark()
 

@@ -173,6 +173,8 @@ class RunSaver:
         self.run = run = settings.run
         report_to(repo.store, self.report)
         self.policy = settings.save
+        self.policy_metrics = settings.save.metrics()
+        """The names of the metrics that it reads."""
         self.group = group
         self._coordinates = group.coordinates
         self._divided_policy = split_by_agreement(settings.save)

@@ -327,7 +327,7 @@ class TrainingSession:
             self.saving.note(last, metrics)
         self.metrics.update(metrics)
         self.saving.seen(metrics, self.step + self.open)
-        if not self.open and metrics.keys() & self.saving.policy.metrics():
+        if not self.open and metrics.keys() & self.saving.policy_metrics:
             self._consider_late()
 
     def _settle_early(self) -> None:
