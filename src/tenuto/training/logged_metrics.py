@@ -83,7 +83,8 @@ class UnloggedMetrics:
         """Records that the policy is asked. Warns once that has happened for long enough, since a job that is killed
         never comes to its end. `keep`: None while nothing has been saved that it could judge."""
         self._asked_step = moment.step
-        self.seen(moment.metrics)
+        if moment.metrics:
+            self.seen(moment.metrics)
         self._epochs_ended += moment.epoch_ended
         steps = moment.step - first_step if moment.epoch is None else 0
         if self._warned or keep is self._complete_for:
