@@ -2,8 +2,8 @@
 
     build/trainers/torch/bin/python benchmarks/trainers.py --gib 0.2
 
-In the environment of `make test-trainers TRAINERS=torch`. Targets: at most 50 us of the training thread's processor time
-for a step that saves nothing; a save holds training for at most half as long as the trainer's own checkpoint.
+In the environment of `make test-trainers TRAINERS=torch`. Targets: a step that saves nothing costs at most 50 us of the
+training thread's processor time; a save holds training for at most half as long as the trainer's own checkpoint.
 
 Each step is timed from where the model is called to where it is called next. A save holds training for what such a step
 takes longer than the others of the same training; the first save of a training is not counted, and between two of them
