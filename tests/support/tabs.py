@@ -125,7 +125,7 @@ def run(name: str, directory: Path) -> None:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
         assert ended.returncode == 0, f"{name}: {ended.stdout[-1000:]}{ended.stderr[-3000:]}"
