@@ -49,6 +49,8 @@ POSTLUDES: Final = {
 import torch
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer.optimizer import OptimizersContainer, default_adamw
 
 class Trainer:  # what torchtitan's does with its manager
     step = 0
@@ -62,8 +64,10 @@ class Trainer:  # what torchtitan's does with its manager
     def train(self, steps):
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.AdamW(model.parameters())
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=9)
+        optimizer = OptimizersContainer.Config(
+            param_groups=default_adamw(lr=0.01).param_groups, implementation="for-loop"
+        ).build(model_parts=[model])
+        scheduler = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizer, training_steps=20)
         loader = StatefulDataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4, shuffle=True)
         manager = TenutoCheckpointManager.Config(enable=True, interval=2, keep_latest_k=2).build(
             dataloader=loader, model_parts=[model], optimizers=optimizer, lr_schedulers=scheduler,
