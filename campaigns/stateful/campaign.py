@@ -130,7 +130,11 @@ BUGS: Final = (
     Bug(
         "retention takes what it wants",
         lambda: mock.patch.object(
-            retention, "_still_free", lambda snapshot, attempt, plan, going, *_: (frozenset(going), plan.trash)
+            retention,
+            "_still_free",
+            lambda snapshot, attempt, plan, going, *_: retention._Judged(
+                frozenset(going), plan.trash, snapshot.needs(()), owns=True
+            ),
         ),
     ),
     Bug("undelete checks nothing", lambda: mock.patch.object(undelete, "_check", lambda *rest, **more: None)),

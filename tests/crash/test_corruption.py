@@ -27,10 +27,10 @@ SEED = 20
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_i5_every_fault_is_told_and_no_other_bytes_are_read(name: str) -> None:
-    tally = run_unit(Unit(name, SEED, 1, faults=300))
+    tally = run_unit(Unit(name, SEED, 1, faults=200))
     assert tally.violations == []
     assert tally.alarms == []
-    assert tally.faults + tally.legal == 300
+    assert tally.faults + tally.legal == 200
     assert tally.legal < 10
 
 
@@ -104,15 +104,15 @@ def test_a_shape_is_the_same_each_time() -> None:
         gc.collect()  # a loader that was left in the middle of its epoch, as by the shape before, would be told of
         return dict(build_shape(name, seed).objects)
 
-    for name in SHAPES:
+    for name in list(SHAPES)[::3]:
         assert objects(name, SEED) == objects(name, SEED) != objects(name, 1)
 
 
 def test_the_faults_are_the_same_however_many_processes_judge_them() -> None:
-    one = run(350, SEED, workers=1, log=lambda line: None, each=40)
-    two = run(350, SEED, workers=2, log=lambda line: None, each=40)
+    one = run(200, SEED, workers=1, log=lambda line: None, each=40)
+    two = run(200, SEED, workers=2, log=lambda line: None, each=40)
     assert one == two
-    assert one.faults >= 350
+    assert one.faults >= 200
 
 
 @pytest.mark.parametrize(

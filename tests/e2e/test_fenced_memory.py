@@ -40,9 +40,9 @@ def train(where: Path, states: Path, steps: int = STEPS) -> None:
     ("at", "count", "left"),
     [
         ("image being copied beside training", 1, 3),
-        ("image being copied beside training", 5, 3),
+        pytest.param("image being copied beside training", 5, 3, marks=pytest.mark.long),
         ("memory image captured, not sealed", 5, 4),
-        ("memory image sealed", 5, 5),
+        pytest.param("memory image sealed", 5, 5, marks=pytest.mark.long),
     ],
 )
 def test_the_state_before_is_gone_on_from(tmp_path: Path, at: str, count: int, left: int) -> None:

@@ -18,6 +18,7 @@ from campaigns.rank_kills.campaign import campaign
 from campaigns.rank_kills.kinds import OfNumbers, OnNodes
 from campaigns.rank_kills.processes import Death, Job, Plan
 from campaigns.rank_kills.training import untouched
+from support.thinning import thinned
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
@@ -91,7 +92,7 @@ def test_whoever_is_killed_or_stopped_wherever_the_others_say_so_and_the_job_goe
             went_on(job, following)
 
 
-@pytest.mark.parametrize(("kind", "kills"), [(OfNumbers, 3), (OnNodes, 1)])
+@pytest.mark.parametrize(("kind", "kills"), thinned([(OfNumbers, 2), (OnNodes, 1)], 2))
 def test_a_slice_of_the_campaign(tmp_path: Path, kind: type[OfNumbers], kills: int) -> None:
     """Single ranks killed at random moments and places: every round ends as the training that nothing disturbed."""
     *_, tallies = campaign(kills, 3, tmp_path, [kind(30)], alone_every=5)

@@ -34,11 +34,19 @@ class _Process:
     stopped: bool = False
 
 
+_own: Final[dict[int, Owner]] = {}
+"""This process, once the system has told all of it. A forked child forgets it: pids are used again."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_own.clear)
+
+
 def this_process() -> Owner:
-    """Returns the identity of this process. Reads it anew each time: a forked child is another one."""
+    """Returns the identity of this process."""
     pid = os.getpid()
+    if (known := _own.get(pid)) is not None:
+        return known
     found = _inspect(pid)
-    return Owner(
+    own = Owner(
         host=socket.gethostname(),
         boot=_boot(),
         pid_namespace=_pid_namespace(),
@@ -46,6 +54,9 @@ def this_process() -> Owner:
         started=found.started if found else "",
         user=_user(),
     )
+    if own.boot and own.pid_namespace and own.started:
+        _own[pid] = own
+    return own
 
 
 @dataclass(frozen=True, slots=True)

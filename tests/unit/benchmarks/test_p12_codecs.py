@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
+@pytest.mark.long
 def test_it_measures_every_codec_on_every_part_of_a_state(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "p12_codecs.py"), "--steps", "2", "--rounds", "1"]
     command += ["--where", str(tmp_path), "--no-save", "--json"]

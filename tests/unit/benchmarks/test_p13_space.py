@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
+@pytest.mark.long
 def test_it_says_for_each_encoding_what_is_stored_and_what_saves_and_restores_cost(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "p13_space.py"), "--checkpoints", "3", "--gaps", "1"]
     command += ["--kinds", "adapters", "--where", str(tmp_path), "--no-save", "--json"]

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,15 @@ import pytest
 
 from tenuto.concurrency import process
 from tenuto.concurrency.process import judge, this_process
+
+
+@pytest.fixture(autouse=True)
+def read_anew() -> Iterator[None]:
+    """What is known of this process is read within each test, and forgotten behind it."""
+    process._own.clear()
+    yield
+    process._own.clear()
+
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -30,6 +40,17 @@ def test_this_process_says_what_the_system_says() -> None:
     assert me.user == getpass.getuser()
     ticks = int(me.started) / os.sysconf("SC_CLK_TCK")
     assert abs(psutil.boot_time() + ticks - psutil.Process().create_time()) < 2
+
+
+@linux
+def test_a_forked_child_asks_for_itself_even_under_a_pid_that_its_parent_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = this_process()
+    assert this_process() is me
+    monkeypatch.setattr(os, "getpid", lambda: me.pid)  # as if the child had the pid of somebody long dead
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if process._own == {} else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def stat_line(name: str, state: str) -> str:
@@ -66,6 +87,7 @@ def test_a_process_that_ends_or_hides_while_it_is_looked_at_is_not_seen(
     original = Path.read_text
     monkeypatch.setattr(Path, "read_text", refuse)
     assert process._inspect(os.getpid()) is None
+    process._own.clear()
     assert judge(me) == "unknown", "it answers, and may be another one"
 
 
@@ -73,6 +95,7 @@ def test_a_process_that_ends_or_hides_while_it_is_looked_at_is_not_seen(
 def test_where_proc_is_that_of_another_namespace_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after `unshare --pid --fork`: what has our pid in that /proc is another process, and may end."""
     me, original = this_process(), os.readlink
+    process._own.clear()
     monkeypatch.setattr(os, "readlink", lambda path: "4711" if path == "/proc/self" else original(path))
     assert this_process().pid_namespace == ""
     assert judge(me) == judge(this_process()) == "unknown"
@@ -81,6 +104,7 @@ def test_where_proc_is_that_of_another_namespace_nothing_is_known(monkeypatch: p
 @linux
 def test_start_times_of_another_time_namespace_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     me, original = this_process(), os.readlink
+    process._own.clear()
     monkeypatch.setattr(os, "readlink", lambda path: "time:[7]" if path == "/proc/self/ns/time" else original(path))
     there = this_process()
     assert there.pid_namespace == f"{me.pid_namespace} time:[7]" and judge(there) == "alive"
@@ -121,6 +145,7 @@ def test_where_the_system_does_not_say_who_somebody_is_nobody_is_judged(monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", refuse)
         assert process._boot() == ""
+    process._own.clear()
     with monkeypatch.context() as patch:
         patch.setattr(os, "readlink", refuse)
         assert process._pid_namespace() == ""

@@ -311,7 +311,7 @@ def test_i6_i7_a_save_that_comes_to_rest_on_what_is_removed_loses_nothing(
 ):
     begun, at, used = Resting(make_world(), through=through), 0, 0
     while True:
-        at += 4
+        at += 6
         scene = begun.clone()
         save = scene.save(resting_save, fork=fork)
         go_on = partial(next, save, None)

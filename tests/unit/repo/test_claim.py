@@ -143,9 +143,10 @@ def test_a_process_elsewhere_is_unknown(elsewhere: dict[str, str]) -> None:
 def test_a_process_that_proc_hides_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     from tenuto.concurrency import process
 
-    me = this_process()
+    parent = replace(this_process(), pid=os.getppid(), started=_started(os.getppid()))
     monkeypatch.setattr(process, "_inspect", lambda pid: None)
-    assert judge(me) == "unknown"
+    assert judge(parent) == "unknown"
+    me = this_process()
     assert judge(replace(me, pid=2**31 - 1)) == "dead"
     assert judge(replace(me, pid=2**60)) == "dead"
 

@@ -53,7 +53,7 @@ def trained(tmp_path: Path, broken: str) -> dict[str, tuple[Path, dict[str, Any]
 @pytest.mark.parametrize(
     ("broken", "step", "shown"),
     [
-        ("random", 4, "model/0.weight differs"),
+        pytest.param("random", 4, "model/0.weight differs", marks=pytest.mark.long),
         pytest.param("position", 3, "it failed: .*step 8 is not above the last completed one", marks=pytest.mark.long),
         pytest.param("callback", 10, "history/stopping/", marks=pytest.mark.long),
     ],
