@@ -104,6 +104,8 @@ bench: setup
 	$(BIN)/python benchmarks/p17_one_off.py --gib 0.5
 	$(BIN)/python benchmarks/convert.py --gib 0.5
 	$(BIN)/python benchmarks/many_checkpoints.py
+	$(BIN)/python benchmarks/p19_upkeep.py --gib 1 --rounds 5
+	$(BIN)/python benchmarks/p20_history.py
 	$(BIN)/python benchmarks/catalog.py
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py

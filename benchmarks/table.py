@@ -70,6 +70,7 @@ def rows() -> list[Row]:
         *(row for size in UNSIZED for row in _memory(f"p8_memory{size}")),
         *(_restart(f"p9_restart{size}") for size in SIZES),
         _planning(),
+        *_upkeep(),
         *_space(),
         *_codecs(),
         *(row for size in TRAINER_SIZES for row in _trainers(f"trainers{size}")),
@@ -229,6 +230,49 @@ def _memory(id: str) -> list[Row]:
                 None,
             ),
         )
+    ]
+
+
+def _upkeep() -> list[Row]:
+    verifying = (
+        ("restic check, page cache", "`restic check --read-data`"),
+        ("borg check, page cache", "`borg check --verify-data`"),
+    )
+    upkeep, history = "p19_upkeep_1gib", "p20_history"
+    deciding = (("restic forget --dry-run", "`restic forget`"), ("borg prune --dry-run", "`borg prune`"))
+    listing = (("restic snapshots", "`restic snapshots`"), ("borg list", "`borg list`"), ("dvc list", "`dvc list`"))
+    copy = ("one copy, one thread", "one copy")
+    return [
+        Row(upkeep, "comparing two checkpoints of {gib} GiB value by value", "diff", (), copy),
+        Row(
+            upkeep,
+            "verifying every byte in the page cache, {gib} GiB",
+            "verify, page cache",
+            verifying,
+            ("raw read, page cache", "raw read"),
+        ),
+        Row(
+            upkeep,
+            "verifying every byte on a cold disk, {gib} GiB",
+            "verify, cold disk",
+            (),
+            ("raw O_DIRECT read", "raw direct read"),
+        ),
+        Row(
+            upkeep,
+            "norms and extremes of all values beside their digests, {gib} GiB, one thread",
+            "statistics of values",
+            (("whether finite", "whether they are finite alone"),),
+            copy,
+        ),
+        Row(
+            history,
+            "what gc would free among 1,000 checkpoints with 1,000,000 chunks",
+            "gc plans, 1,000,000 chunks",
+            (),
+        ),
+        Row(history, "what a rule would remove of 40 saves, as a command", "tenuto keep --dry-run", deciding),
+        Row(history, "a list of 40 saves, as a command", "tenuto ls", listing),
     ]
 
 

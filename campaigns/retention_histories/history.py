@@ -18,6 +18,7 @@ from tenuto.maintenance import retention
 from tenuto.maintenance.census import mark_directory
 from tenuto.model.canonical_json import tag_number
 from tenuto.model.ids import CheckpointId
+from tenuto.model.records import ROLLBACK
 from tenuto.policy import keep
 from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion
 from tenuto.repo.catalog import Catalog
@@ -87,6 +88,7 @@ class History:
         self.unnoticed = False
         """Whether a manifest was damaged that the catalog remembers as whole: policies then judge by what it said."""
         self.processes = random.Random(f"{seed}/processes")
+        self.rollbacks = random.Random(f"{seed}/rollbacks")
         self.remembers = self.processes.random() < 0.7
         self.begin_process()
 
@@ -122,6 +124,10 @@ class History:
         line = self.oracle.walk(source)
         back = self.random.choice((0, 0, 1, 2, 4))
         parent = line[min(back, len(line) - 1)] if line and self.random.random() < 0.9 else None
+        if parent is not None and self.rollbacks.random() < 0.3:
+            number, _ = self.world.claim(run, parent, by=ROLLBACK)
+            self.oracle.parents[run, number] = parent
+            self.oracle.rollbacks.add((run, number))
         number, attempt = self.world.claim(run, parent)
         self.oracle.parents[run, number] = parent
         if attempt is not None:
@@ -443,6 +449,7 @@ def draw_policy(source: random.Random) -> tuple[KeepPolicy, Judge, list[tuple[st
         (made[unit](last), oracles.calendar(unit, last)),
         (keep.within(hours=hours), oracles.within(hours)),
         (keep.after("attempt"), oracles.after_attempts()),
+        (keep.after("rollback"), oracles.after_rollbacks()),
     ]
     first, second = source.sample(singles, 2)
     if source.random() < 0.2:

@@ -41,6 +41,8 @@ class Known:
 class Oracle:
     parents: dict[Attempts, CheckpointId | None] = field(default_factory=dict)
     there: dict[CheckpointId, Known] = field(default_factory=dict)
+    rollbacks: set[Attempts] = field(default_factory=set)
+    """Attempts that no training has claimed."""
     refs: dict[tuple[str, str], CheckpointId] = field(default_factory=dict)
     """By kind and name."""
 
@@ -180,6 +182,32 @@ def within(hours: float) -> Judge:
 
 def after_attempts() -> Judge:
     return _milestones(lambda known: known.id.attempt)
+
+
+def after_rollbacks() -> Judge:
+    """The first of what was saved next after a rollback. Attempts in between have saved nothing, and continue the same
+    checkpoint."""
+
+    def judge(oracle: Oracle, run: str) -> set[CheckpointId]:
+        there = {id.attempt for id in oracle.there if id.run == run}
+        found = set()
+        for attempt in there:
+            readable = any(
+                not oracle.there[id].damaged for id in oracle.there if (id.run, id.attempt) == (run, attempt)
+            )
+            parent = oracle.parents[run, attempt] if readable else None
+            below = attempt - 1
+            while (run, below) not in oracle.rollbacks and below not in there:
+                if (run, below) in oracle.parents and oracle.parents[run, below] != parent:
+                    break
+                below -= 1
+                if below < 1:
+                    break
+            if (run, below) in oracle.rollbacks:
+                found.add(attempt)
+        return _milestones(lambda known: known.id.attempt if known.id.attempt in found else None)(oracle, run)
+
+    return judge
 
 
 def _times(oracle: Oracle, run: str) -> dict[CheckpointId, float]:

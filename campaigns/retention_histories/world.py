@@ -50,11 +50,11 @@ class World:
     def token(self) -> str:
         return self.source.randbytes(16).hex()
 
-    def claim(self, run: str, parent: CheckpointId | None) -> tuple[int, Attempt | None]:
+    def claim(self, run: str, parent: CheckpointId | None, *, by: str = "") -> tuple[int, Attempt | None]:
         """The number of the attempt, and the attempt itself unless its parent is being removed: then it stays as one
         that goes on from there and never commits, as after a claim that withdrew."""
         number = max(self.repo.attempts(run), default=0) + 1
-        record = AttemptRecord(run, number, self.token(), parent, self.owner)
+        record = AttemptRecord(run, number, self.token(), parent, self.owner, by=by)
         name, data = object_names.attempt_name(run, number), encode_attempt(record, self.repo.id)
         objects.put(self.store, name, data, token=record.id)
         if parent is not None and (not self.repo.exists(parent) or is_tombstoned(self.repo, parent)):

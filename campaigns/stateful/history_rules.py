@@ -34,7 +34,7 @@ from tenuto.store.memory import MemoryStore
 
 MADE = ("fork1", "fork2", "copied", "moved")
 """Runs that operations may make."""
-KEEP_RULES = ("latest", "within", "hourly", "attempt")
+KEEP_RULES = ("latest", "within", "hourly", "attempt", "rollback")
 ENDED = st.sampled_from((True, True, False))
 """Whether who trains the run has ended before."""
 COPY_POINTS = (None, None, "attempt claimed", "copies put, none visible", "a copy is visible")
@@ -88,7 +88,7 @@ class HistoryRules(OperatorRules):
         else:
             assert reachable and self._owner(run) is None, f"{run} went back to {to}"
             counted["rollback"] += 1
-            self._claimed(run, to)
+            self.model.rollbacks.add((run, self._claimed(run, to)))
             assert next(self.model.walk(run)) == to
 
     @precondition(lambda self: self.model.committed)
@@ -187,9 +187,8 @@ class HistoryRules(OperatorRules):
             self._removed(old)
         self.model.pins = {kind: new_of.get(id, id) for kind, id in self.model.pins.items()}
         line = [new_of[id] for id in before if id in new_of]
-        assert [id for id in self.model.walk(new) if id.run == new] == line, (
-            f"the line of {run} is another one in {new}"
-        )
+        found = [id for id in self.model.walk(new) if id.run == new]
+        assert found == line, f"the line of {run} is another one in {new}: {found}, not {line}; {self.model.parents}"
 
     # -- removal -------------------------------------------------------------------------------------------------------
 
@@ -203,6 +202,7 @@ class HistoryRules(OperatorRules):
             "hourly": keep.hourly(n),
             "within": keep.within(hours=n),
             "attempt": keep.after("attempt"),
+            "rollback": keep.after("rollback"),
         }
         policy = policies[which]
         now = data.draw(st.booleans())

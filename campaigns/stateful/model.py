@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ class Model:
     """Saves whose process died in them, and that nobody has closed yet."""
     marked: dict[CheckpointId, float] = field(default_factory=dict)
     """Since when it is in the trash, or gc has known it as unfinished, by the store's clock."""
+    rollbacks: set[tuple[str, int]] = field(default_factory=set)
+    """Attempts that a rollback has claimed."""
     pins: dict[str, CheckpointId] = field(default_factory=dict)
     damaged: dict[CheckpointId, set[str]] = field(default_factory=dict)
     flips: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -89,6 +91,9 @@ class Model:
             found = [*line, *(id for id in newest_first if id not in line)][:n]
         elif rule == "attempt":
             found = list({id.attempt: id for id in newest_first}.values())
+        elif rule == "rollback":
+            firsts = {id.attempt: id for id in newest_first}
+            found = [id for attempt, id in firsts.items() if self._follows_rollback(run, attempt, firsts)]
         else:
             # Ages count from the older one of the two newest; of each hour the first that was saved, the line's before
             # what was left behind.
@@ -100,6 +105,16 @@ class Model:
                 hours = {self.created[id] // 3600: id for id in [*left, *line]}
                 found = [id for hour, id in hours.items() if hour > now_s // 3600 - n]
         return set(found) - self.damaged.keys()
+
+    def _follows_rollback(self, run: str, attempt: int, saved: Container[int]) -> bool:
+        """Whether the attempt is the first that has saved since a rollback, all in between from the same place."""
+        parent = self.parents.get((run, attempt))
+        for number in range(attempt - 1, 0, -1):
+            if number in saved or (run, number) in self.rollbacks:
+                return number not in saved
+            if self.parents.get((run, number), parent) != parent:
+                return False
+        return False
 
     def check_state(self, id: CheckpointId, state: Any) -> None:
         assert same(state, self.committed[id]), f"I5: {id} came back with other values than were saved"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,6 +58,33 @@ def test_one_that_dies_at_once_again_and_again_is_given_up_with_its_status(tmp_p
     assert (found["status"], found["restarts"], found["reason"]) == (
         3, 1, "2 starts in a row ended without a new step (status 3)",
     )  # fmt: skip
+
+
+def test_what_a_killed_supervisor_has_left_in_memory_the_next_one_removes(tmp_path: Path) -> None:
+    script = "import os, sys, time; print(os.environ['TENUTO_HEARTBEAT'], flush=True); time.sleep(float(sys.argv[1]))"
+    running = started(tmp_path, script, arguments=("1000",))
+    killed = started(tmp_path, script, arguments=("1000",))
+    assert running.stdout is not None and killed.stdout is not None
+    stays, left = Path(running.stdout.readline().strip()), Path(killed.stdout.readline().strip())
+    killed.kill()
+    killed.wait(60)
+    try:
+        assert left.is_dir() and stays.is_dir() and left != stays
+        (nameless := left.with_name(f"{left.name}-nameless")).mkdir()
+        (strange := left.with_name(f"{left.name}-strange")).mkdir()
+        (strange / "owner").write_text("{}")
+        (link := left.with_name(f"{left.name}-link")).symlink_to(left)
+        try:
+            assert finished(tmp_path, script, arguments=("0",)).returncode == 0
+            assert not left.exists() and all(one.is_dir() for one in (stays, nameless, strange)) and link.is_symlink()
+        finally:
+            nameless.rmdir()
+            shutil.rmtree(strange)
+            link.unlink()
+    finally:
+        running.terminate()
+        running.wait(60)
+    assert not stays.exists()
 
 
 def test_what_it_left_in_memory_is_saved_when_it_is_given_up(tmp_path: Path) -> None:

@@ -328,7 +328,6 @@ def load(
     - `ranks`, `ranks_timeout`: in a job of several processes (torch.distributed is initialised, or `ranks` names them)
       every rank calls it, all get the same checkpoint, each what its own `into` holds of it, and any number of ranks
       may have saved it. `ranks=tenuto.Solo()` reads by itself there.
-
     - `log`, `sinks`: as in Checkpointer. A load that goes well prints nothing.
 
     Nothing is written, claimed or run. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch;
@@ -359,13 +358,10 @@ def load(
         find = partial(_holding, run=run, step=step, emitter=emitter)
         met = joined_group(ranks, where, run, emitter, patience_s, call="load", facts=facts, find=find)
         with met as (group, repo):
-            unlock(repo, key)
-            report_to(repo.store, partial(emitter.report, subject=run))
+            _ready(repo, run, key, emitter)
             found = _found(repo, run, group.restorer(repo, run, match, emitter).restore(step))
     else:
-        repo = _holding(open_store(where), run, step, emitter)
-        unlock(repo, key)
-        report_to(repo.store, partial(emitter.report, subject=run))
+        repo = _ready(_holding(open_store(where), run, step, emitter), run, key, emitter)
         if step == "latest":
             found = _found(repo, run, restore_latest(repo, run, match, emitter=emitter))
         else:
@@ -377,6 +373,12 @@ def load(
         report_skipped(emitter, repo.url, found.skipped, found.id)
         report_unhealthy(emitter, repo, found.manifest)
     return Restored.of(found, repo.url)
+
+
+def _ready(repo: Repo, run: str, key: KeySource | None, emitter: Emitter) -> Repo:
+    unlock(repo, key)
+    report_to(repo.store, partial(emitter.report, subject=run))
+    return repo
 
 
 def _holding(store: Store, run: str, step: int | str, emitter: Emitter) -> Repo:

@@ -5,48 +5,19 @@ So `tenuto.save(tenuto.formats.read("model.safetensors").tree, "checkpoints")` n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NoReturn
 
 from tenuto.errors import StateError, Unserialisable
 from tenuto.formats.contract import Tensor
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
-from tenuto.state.contract import Buffer
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.walker import StateWalker, StructureChanged
 from tenuto.state.frameworks import Refresh
+from tenuto.state.self_reading import SelfReading
 
-
-class _Bound:
-    """Destinations of tensors that are read from files."""
-
-    def __init__(self, views: Sequence[Buffer]) -> None:
-        self._views = views
-
-    def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
-        for leaf in range(start, stop):
-            if len(self._views[leaf]):
-                sources[leaf].read_into(self._views[leaf])
-
-    def copy_part(self, source: Any, leaf: int, start: int, stop: int) -> None:
-        source.read_into(self._views[leaf][start:stop], start)
-
-    def splits(self, source: Any) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-class _Files:
-    name = "files"
-
-    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer], *, stays: bool = True) -> _Bound:
-        return _Bound(views)
-
-
-_FILES: Final = _Files()
+_FILES: Final = SelfReading("files")
 
 
 class TensorAdapter:

@@ -22,7 +22,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,9 @@ from tenuto.maintenance.census import ids_in_trash
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.model.records import AttemptRecord, Manifest, Note
 from tenuto.model.sizes import seconds_of
-from tenuto.repo.best import is_healthy, modes_of
+from tenuto.repo.best import modes_of
 from tenuto.repo.format import object_names, objects
-from tenuto.repo.format.manifest import MAX_MANIFEST, decode_manifest, decode_outline
+from tenuto.repo.format.manifest import MAX_MANIFEST, Summary, decode_manifest, decode_outline, decode_summary
 from tenuto.repo.format.small_records import decode_attempt
 from tenuto.repo.lineage import stretches, walk
 from tenuto.repo.notes import ignore, notes, with_notes
@@ -78,6 +78,7 @@ CREATE INDEX refs_of ON refs (run, attempt, step);
 """
 _INSERT: Final = f"INSERT INTO checkpoints VALUES ({', '.join('?' * 19)})"
 _OF: Final = "run=? AND attempt=? AND step=?"
+_COMMITTED: Final = "DELETE FROM others WHERE (run, attempt, step) IN (SELECT run, attempt, step FROM checkpoints)"
 
 Report = Callable[[str], None]
 
@@ -127,8 +128,7 @@ class CatalogCache:
         self._report = report
         self._changed: set[str] = set()
         """Runs whose lines of training and best checkpoints have to be worked out."""
-        self._root = _local_directory(repo)
-        self._signs: Mapping[CheckpointId, str] = {}
+        self._root, self._signs = _local_directory(repo), dict[CheckpointId, str]()
         self._database = self._open() if kept else _made(_connected(":memory:"), self._about)
         self._known = _Known(repo, self._database)
 
@@ -172,10 +172,12 @@ class CatalogCache:
         complete = complete or not 0 <= time.time() - last < COMPLETE_EVERY_S
         self._signs = self._listed_signs() if complete and self._root is None else {}
         with _transaction(database):
-            self._list_attempts(complete=complete)
+            new = self._list_attempts(complete=complete)
             self._check_trash()
             if complete:
-                self._compare_all()
+                rows = database.execute("SELECT run, attempt, step, seen FROM checkpoints").fetchall()
+                old = [(id, seen) for *key, seen in rows if (id := CheckpointId(*key)) not in new]
+                self._read(self._changed_of(old))
                 database.execute("UPDATE about SET complete_s=?", (time.time(),))
             self._read_refs()
             self._settle()
@@ -190,12 +192,11 @@ class CatalogCache:
             self._database.execute("DELETE FROM refs")
             self._database.executemany("INSERT INTO refs VALUES (?, ?, ?, ?, ?)", refs)
 
-    def _list_attempts(self, *, complete: bool) -> None:
-        """Finds new and vanished runs, attempts and steps, and reads what is new."""
+    def _list_attempts(self, *, complete: bool) -> frozenset[CheckpointId]:
+        """Finds new and vanished runs, attempts and steps, and reads what is new: returns that."""
         children, database = self._repo.store.children, self._database
         known = {(run, number): tuple(found) for run, number, *found in database.execute("SELECT * FROM attempts")}
-        there: set[tuple[str, int]] = set()
-        new: list[CheckpointId] = []
+        there, new = set[tuple[str, int]](), list[CheckpointId]()
         for run in filter(is_run, children(object_names.RUNS).directories):
             for key in children(object_names.run_directory(run)).directories:
                 number = parse_attempt(key)
@@ -217,7 +218,8 @@ class CatalogCache:
             self._forget(run, number, self._known.steps(run, number))
             database.execute("DELETE FROM attempts WHERE run=? AND number=?", (run, number))
             database.execute("DELETE FROM others WHERE run=? AND attempt=?", (run, number))
-        self._read(new)
+        self._read(new, new=True)
+        return frozenset(new)
 
     def _compare(self, run: str, number: int, steps: set[int]) -> list[CheckpointId]:
         """Forgets the steps that are gone, and returns those that have to be read."""
@@ -242,16 +244,11 @@ class CatalogCache:
         return None
 
     def _check_trash(self) -> None:
-        runs = self._repo.store.children("trash").directories
-        ids = (id for run in runs if run in self._known_runs() for id in ids_in_trash(self._repo, run))
-        self._read([id for id in ids if self._known.exists(id)])
+        runs = self._known_runs().intersection(self._repo.store.children("trash").directories)
+        self._read([id for run in sorted(runs) for id in ids_in_trash(self._repo, run) if self._known.exists(id)])
 
     def _known_runs(self) -> set[str]:
         return {run for (run,) in self._database.execute("SELECT DISTINCT run FROM attempts")}
-
-    def _compare_all(self) -> None:
-        rows = self._database.execute("SELECT run, attempt, step, seen FROM checkpoints").fetchall()
-        self._read(self._changed_of([(CheckpointId(*key), seen) for *key, seen in rows]))
 
     # -- signs: what a directory looks like from outside ---------------------------------------------------------------
 
@@ -309,8 +306,8 @@ class CatalogCache:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _read(self, ids: Sequence[CheckpointId]) -> None:
-        """Reads manifests and notes, and puts what they say into the tables."""
+    def _read(self, ids: Sequence[CheckpointId], *, new: bool = False) -> None:
+        """Reads manifests and notes, and puts what they say into the tables. `new`: none is a checkpoint there yet."""
         threads = self._repo.store.capabilities.parallel  # most of it is waiting, but where all is in the page cache
         for start in range(0, len(ids), BATCH):
             if len(ids) > BATCH and start % (10 * BATCH) == 0:
@@ -318,7 +315,10 @@ class CatalogCache:
             some = ids[start : start + BATCH]
             found: dict[CheckpointId, tuple[str, bytes | Exception | None, list[Note]]] = {}
             parallel_for(partial(self._fetch, found), some, threads)
+            for id in () if new else some:
+                self._forget(id.run, id.attempt, [id.step])
             self._put([(id, *found[id]) for id in some])
+        self._database.execute(_COMMITTED)
 
     def _fetch(
         self, found: dict[CheckpointId, tuple[str, bytes | Exception | None, list[Note]]], id: CheckpointId
@@ -341,20 +341,18 @@ class CatalogCache:
         rows, metrics, others = [], [], []
         database = self._database
         (last,) = database.execute("SELECT coalesce(max(id), 0) FROM checkpoints").fetchone()
-        for id, *_ in some if last else ():
-            self._forget(id.run, id.attempt, [id.step])
         for id, sign, data, noted in some:
-            manifest = None if data is None else self._decoded(id, data)
-            if data is None or manifest == "closed":
+            read = "closed" if data is None else self._decoded(id, data)
+            if read == "closed":
                 others.append((id.run, id.attempt, id.step, data is not None))
                 continue
             last += 1
             self._changed.add(id.run)
-            whole = manifest if isinstance(manifest, Manifest) else None
+            whole = read if isinstance(read, Summary) else None
             kinds = [note.kind for note in noted if note.kind in ("verified", "proven", "suspect")]
             said = kinds[-1] if kinds else ""
             created = whole.created if whole else ""
-            sizes = (whole.bytes, whole.stored_bytes, whole.leaves, len(whole.indexes)) if whole else (None,) * 4
+            sizes = (whole.bytes, whole.stored, whole.leaves, whole.ranks) if whole else (None,) * 4
             modes = json.dumps(modes_of(whole), sort_keys=True) if whole else "{}"
             rows.append(
                 (
@@ -362,7 +360,7 @@ class CatalogCache:
                     said in ("verified", "proven") and whole is not None,
                     "proven" in kinds and said != "suspect",
                     *(whole is None or said == "suspect", "left", False, ""),
-                    whole is not None and is_healthy(whole),
+                    whole is not None and whole.healthy,
                 )
             )
             logged = with_notes(whole.metrics if whole else {}, noted)
@@ -371,13 +369,15 @@ class CatalogCache:
         database.executemany("INSERT INTO metrics VALUES (?, ?, ?)", metrics)
         database.executemany("INSERT OR REPLACE INTO others VALUES (?, ?, ?, ?)", others)
 
-    def _decoded(self, id: CheckpointId, data: bytes | Exception) -> Manifest | str:
-        """Returns the manifest, "closed" for what is no checkpoint, or "damaged"."""
+    def _decoded(self, id: CheckpointId, data: bytes | Exception) -> Summary | str:
+        """Returns what the manifest says, "closed" for what is no checkpoint, or "damaged"."""
         if isinstance(data, bytes):
+            if (summary := decode_summary(data, id, self._repo.id)) is not None:
+                return summary
             with suppress(CorruptionError):
                 outline = decode_outline(data, id, self._repo.id)
                 found = decode_manifest(data, id, self._repo.id) if outline is None else outline[0]
-                return found if isinstance(found, Manifest) else "closed"
+                return Summary.of(found) if isinstance(found, Manifest) else "closed"
         return "damaged" if self._repo.exists(id) else "closed"
 
     def _forget(self, run: str, attempt: int, steps: Collection[int]) -> None:

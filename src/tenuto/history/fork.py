@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tenuto.errors import UsageError, typed
 from tenuto.history.rollback import Report, check_reason, damage_of, refuse_damage
-from tenuto.history.timeline import FORK
 from tenuto.model.ids import CheckpointId, run_key
+from tenuto.model.records import FORK
 from tenuto.repo.lineage import resolve
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo

@@ -13,10 +13,10 @@ from itertools import takewhile
 from typing import Final
 
 from tenuto.errors import CheckpointNotFound, CorruptionError, RunInUse, Superseded, UsageError, typed
-from tenuto.history.timeline import ROLLBACK
 from tenuto.maintenance.inspect import inspect
 from tenuto.maintenance.remove import is_suspect
 from tenuto.model.ids import CheckpointId, run_key
+from tenuto.model.records import ROLLBACK
 from tenuto.repo.lineage import latest, line_of, resolve, walk
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo

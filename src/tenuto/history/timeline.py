@@ -12,23 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read.chunk_reader import threads_for
 from tenuto.errors import CorruptionError
 from tenuto.model.health import Health
 from tenuto.model.ids import CheckpointId, run_key
-from tenuto.model.records import AttemptRecord, Note
+from tenuto.model.records import FORK, ROLLBACK, AttemptRecord, Note
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of, outline
 from tenuto.repo.lineage import Stretch, parent_of, resolve, stretches
 from tenuto.repo.notes import ignore, notes, texts_of, verification_of, with_notes
 from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.repository import Repo
-
-ROLLBACK: Final = "rollback"
-FORK: Final = "fork"
-"""What `attempt.json` says in `by` of an attempt that no training has claimed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 
-from tenuto.errors import CheckpointNotFound
+from tenuto.errors import CheckpointNotFound, CorruptionError
 from tenuto.model.ids import CheckpointId
+from tenuto.model.records import ROLLBACK
 from tenuto.model.sizes import seconds_of
 from tenuto.policy.keep import CheckpointFacts
 from tenuto.repo.bases import forks_besides
@@ -47,12 +50,13 @@ def gather_facts(
     needed: dict[CheckpointId, list[str]] = {}
     for id, reason in _needed_elsewhere(snapshot, run):
         needed.setdefault(id, []).append(reason)
-    found = []
+    entries: dict[CheckpointId, CatalogEntry | None] = {}
     for id in ids:
-        try:
-            entry = snapshot.entry(id)
-        except CheckpointNotFound:
-            continue  # removed since it was listed
+        with suppress(CheckpointNotFound):  # removed since it was listed
+            entries[id] = snapshot.entry(id)
+    rolled_back = _after_rollbacks(snapshot, run, entries)
+    found = []
+    for id, entry in entries.items():
         noted = snapshot.notes(id)
         note = verification_of(noted)
         named = refs.get(id, ())
@@ -72,6 +76,7 @@ def gather_facts(
             bytes=0 if entry is None else entry.bytes,
             bases=() if entry is None else entry.bases,
             forked_from=_other_run(run, entry),
+            rolled_back=id.attempt in rolled_back,
         )
         found.append(facts)
     return found
@@ -81,6 +86,35 @@ def _other_run(run: str, entry: CatalogEntry | None) -> str:
     """Returns the run that a checkpoint's attempt has forked; empty where it began in its own."""
     parent = None if entry is None else entry.parent
     return "" if parent is None or parent.run == run else parent.run
+
+
+def _after_rollbacks(repo: Repo, run: str, entries: Mapping[CheckpointId, CatalogEntry | None]) -> set[int]:
+    """Returns the attempts that are the first with checkpoints since a rollback of `run`.
+
+    A rollback is an attempt without checkpoints. What was claimed since without saving anything (a training that died
+    early, `tenuto keep`) continues the same checkpoint, so nothing below another one is looked at: of a run that was
+    never rolled back at most one record for each attempt, and only where the attempt before has no checkpoints.
+    """
+    parents: dict[int, CheckpointId | None] = {}
+    for id, entry in entries.items():
+        parents[id.attempt] = parents.get(id.attempt) or (None if entry is None else entry.parent)
+    numbers = repo.attempts(run)
+    found = set()
+    for attempt, parent in parents.items():
+        for number in reversed(numbers[: bisect_left(numbers, attempt)]):
+            if number in parents:
+                break
+            try:
+                record = repo.find_attempt(run, number)
+            except CorruptionError:
+                break
+            if record is None:
+                continue  # a copied directory, which nobody has claimed
+            if record.by == ROLLBACK:
+                found.add(attempt)
+            if record.by == ROLLBACK or record.parent != parent:
+                break
+    return found
 
 
 def lines_left_behind(repo: Repo, run: str, facts: Iterable[CheckpointFacts]) -> Iterator[list[CheckpointFacts]]:

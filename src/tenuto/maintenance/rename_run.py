@@ -97,12 +97,12 @@ def plan_rename(repo: Repo, run: str, new: str) -> RenamePlan:
     there = _copies(repo, new, old)
     tags = check_refs(repo, old)
     check_dependents(repo, ids, besides=(old, new))
-    top = max(number for number, steps in committed.items() if steps)
+    parents = {number: _parent(repo, old, number) for number in committed}
     attempts = []
-    for number in sorted(committed):
-        parent = _parent(repo, old, number)
+    last = max(number for number, steps in committed.items() if steps or parents[number] is not None)
+    for number, parent in sorted(parents.items()):
         steps = tuple(step for step in committed[number] if CheckpointId(old, number, step) not in there)
-        if steps or (not committed[number] and number > top and parent is not None and number == max(committed)):
+        if steps or (number == last and not committed[number]):  # the run resumes from its parent
             attempts.append(AttemptCopy(number, parent, steps))
     nbytes = sum(repo.manifest(id).bytes for id in ids)
     return RenamePlan(repo.url, old, new, tuple(attempts), tuple(there.items()), tags, tuple(ids), nbytes)

@@ -8,10 +8,10 @@ and with them whatever data files were mostly dead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from tenuto.repo.refs import put_ref
 from tenuto.repo.repository import Repo
 from tenuto.sharding.slices import Region
 from tenuto.state.contract import Buffer, Flattened
+from tenuto.state.self_reading import SelfReading
 
 REPACKED: Final = "repacked"
 """The entry of a checkpoint's environment that names the one that it was stored as before."""
@@ -196,33 +197,7 @@ class _Row:
             self.reader.read(self.number, self.spec.path, region, itemsize, part)
 
 
-class _Bound:
-    def __init__(self, views: Sequence[Buffer]) -> None:
-        self._views = views
-
-    def copy(self, sources: Sequence[Any], start: int, stop: int) -> None:
-        for leaf in range(start, stop):
-            if len(self._views[leaf]):
-                sources[leaf].read_into(self._views[leaf], 0)
-
-    def copy_part(self, source: Any, leaf: int, start: int, stop: int) -> None:
-        source.read_into(self._views[leaf][start:stop], start)
-
-    def splits(self, source: Any) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-class _Stored:
-    name = "stored"
-
-    def bind(self, specs: Sequence[LeafSpec], views: Sequence[Buffer], *, stays: bool = True) -> _Bound:
-        return _Bound(views)
-
-
-_STORED: Final = _Stored()
+_STORED: Final = SelfReading("stored")
 
 
 def _store(repo: Repo, saver: Saver, id: CheckpointId, encoding: Encoding) -> None:

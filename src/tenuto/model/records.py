@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.model.ids import CheckpointId
-from tenuto.model.leaf import LeafSpec
 
 if TYPE_CHECKING:
-    from tenuto.model.health import Health
+    # For annotations alone: a supervisor, which knows owners, loads no numpy.
+    import numpy as np
 
+    from tenuto.model.health import Health
+    from tenuto.model.leaf import LeafSpec
+
+ROLLBACK: Final = "rollback"
+FORK: Final = "fork"
+"""What an attempt's record says in `by` where no training has claimed it."""
 Json = Any
 """A value that JSON can hold: None, bool, int, float, str, list of Json, dict of str to Json."""
 
@@ -202,7 +206,7 @@ class AttemptRecord:
     ended: tuple[int, bool] | None = None
     """How many beats the lease of the previous attempt had come to, and whether it ended without releasing the run."""
     by: str = ""
-    """What claimed it, where that was no training: `rollback` or `fork`."""
+    """What claimed it, where that was no training: ROLLBACK or FORK."""
     reason: str = ""
     """Why it was, in the words of who did it."""
 

@@ -19,7 +19,7 @@ CALENDAR: Final[Mapping[Unit, str]] = {
     "year": "yearly",
 }
 """What the policy of each unit is called."""
-EVENTS: Final = ("attempt", "fork")
+EVENTS: Final = ("attempt", "fork", "rollback")
 _SECONDS: Final[Mapping[str, int]] = {"hours": 3600, "days": 86_400, "weeks": 7 * 86_400}
 
 
@@ -99,18 +99,19 @@ def _newest_s(history: Sequence[CheckpointFacts]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class After(Milestones):
-    """The first checkpoint of each attempt, or of each that continues another run."""
+    """The first checkpoint of each attempt, of each that continues another run, or of the first after each rollback."""
 
     event: str
 
     def span(self, facts: CheckpointFacts) -> int | None:
-        return facts.id.attempt if self.event == "attempt" or facts.forked_from else None
+        happened = {"attempt": True, "fork": bool(facts.forked_from), "rollback": facts.rolled_back}
+        return facts.id.attempt if happened[self.event] else None
 
     def name(self, span: int) -> str:
-        return f"the first of attempt {span}{' after a fork' if self.event == 'fork' else ''}"
+        return f"the first of attempt {span}{'' if self.event == 'attempt' else f' after a {self.event}'}"
 
     def outside(self) -> str:
-        return "its attempt continues no other run"
+        return f"its attempt {'continues no other run' if self.event == 'fork' else 'follows no rollback'}"
 
     def __repr__(self) -> str:
         return f"keep.after({self.event!r})"

@@ -61,6 +61,8 @@ class CheckpointFacts:
     """The checkpoints in whose data files some of its bytes lie: those stay as long as it does."""
     forked_from: str = ""
     """The other run that its attempt continues; empty where that began in its own run, or from nothing."""
+    rolled_back: bool = False
+    """Whether its attempt is the first with checkpoints since the run was rolled back."""
 
     @property
     def age_key(self) -> tuple[int, int]:
@@ -389,11 +391,12 @@ def within(*, hours: float | None = None, days: float | None = None, weeks: floa
     return Within(tuple(spans.items()))
 
 
-def after(event: Literal["attempt", "fork"]) -> KeepPolicy:
+def after(event: Literal["attempt", "fork", "rollback"]) -> KeepPolicy:
     """Keeps the first checkpoint after each event that a repository records, for good.
 
     "attempt": a process began to train: at the start, after each restart and after each rollback.
     "fork": a process began to train from a checkpoint of another run.
+    "rollback": a process began to train where `tenuto rollback` had put the run.
     """
     from tenuto.policy.calendar import EVENTS, After
 

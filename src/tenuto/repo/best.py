@@ -18,7 +18,7 @@ from tenuto.errors import (
 )
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest, Note
-from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
+from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, Summary, decode_manifest, decode_outline
 from tenuto.repo.notes import ignore, notes, verification_of, with_notes
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import is_unreadable
@@ -181,7 +181,7 @@ def is_healthy(manifest: Manifest) -> bool:
     return manifest.health is None or manifest.health.healthy
 
 
-def modes_of(manifest: Manifest) -> dict[str, Mode]:
+def modes_of(manifest: Manifest | Summary) -> dict[str, Mode]:
     """Returns in which direction the policies of a checkpoint's training say that metrics improve."""
     recorded = manifest.certificate.get(MODES)
     pairs = recorded.items() if isinstance(recorded, Mapping) else ()

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from tenuto.concurrency.memory_headroom import memory_kills
 from tenuto.concurrency.process_trees import lives
 from tenuto.errors import TenutoError, UsageError
 from tenuto.supervisor.actions import CAUSES_OF
+from tenuto.supervisor.beats_directory import beats_directory
 from tenuto.supervisor.chaos import Injector
 from tenuto.supervisor.decide import Ending, Kind, Limits, decide, silence_allowed, silence_words
 from tenuto.supervisor.journal import Journal
@@ -181,13 +181,12 @@ class Supervisor:
     # -- one start -----------------------------------------------------------------------------------------------------
 
     def _one_start(self, began_s: float, number: int) -> Ending:
-        with tempfile.TemporaryDirectory(prefix="tenuto-beats-", dir=_memory_directory()) as name:
-            beats = Path(name)
+        with beats_directory() as beats:
             kills = memory_kills()
             self._demand = None
             started_s = time.monotonic()
             out = sys.stderr if self.quiet_stdout else None
-            environment = {**self.environment, VARIABLE: name, **self.recovery.next.variables()}
+            environment = {**self.environment, VARIABLE: str(beats), **self.recovery.next.variables()}
             tree = ProcessTree(self.recovery.command(self.command), environment, out)
             self.journal.write("started", start=number, pid=tree.pid)
             steps = Steps()
@@ -461,7 +460,3 @@ def threaded() -> bool:
 
 def _shell_status(code: int | None) -> int:
     return 137 if code is None else 128 - code if code < 0 else code
-
-
-def _memory_directory() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -166,6 +166,20 @@ def test_keep_by_the_calendar_and_within_a_budget(cli, made):
     assert set(reasons) == {"beyond the budget of 700 KiB"}
 
 
+def test_keep_after_rollback_keeps_what_was_saved_first_after_it(cli, place):
+    status, _, err = cli("rollback", place, "a1/8", "--run", "gpt")
+    assert status == 0, err
+    state = {"w": np.zeros(4)}
+    with tenuto.Checkpointer(place, state, run="gpt", save=tenuto.every(steps=1), keep=tenuto.keep.all()) as ckpt:
+        ckpt.restore(strict=False)
+        for _ in ckpt.steps(11):
+            pass
+    status, out, err = cli("keep", place, "--run", "gpt", "--after", "rollback", "--dry-run")
+    assert status == 0, err
+    (line,) = (line for line in out.splitlines() if "after a rollback" in line and "kept" in line)
+    assert line.split()[:2] == ["a0004/9", "kept"]
+
+
 def test_a_budget_that_cannot_be_met_is_a_warning_that_names_what_may_not_go(cli, made):
     status, out, err = cli("keep", made, "--run", "gpt", "--budget", "1KiB", "--dry-run")
     assert (status, out.splitlines()[0]) == (0, "run gpt: keep.limit(keep.all(), bytes=1024)")

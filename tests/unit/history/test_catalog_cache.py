@@ -10,6 +10,7 @@ import resource
 import shutil
 import sqlite3
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -183,6 +184,22 @@ def test_a_note_on_what_is_not_shown_counts_after_a_complete_look(repo: Repo, mo
     add_note(repo, CheckpointId("gpt", 1, 56), "metric", {"val_loss": -4.0})
     monkeypatch.setattr(catalog_cache, "COMPLETE_EVERY_S", -1.0)
     assert names(found(repo, None, "val_loss", 1)) == ["gpt/56"], "an hour later a look is complete by itself"
+
+
+@pytest.mark.parametrize("jump_s", [-3600, 86_400])
+def test_a_clock_that_jumps_hides_nothing(where: Path, monkeypatch: pytest.MonkeyPatch, jump_s: int) -> None:
+    monkeypatch.setattr(catalog_cache, "RACY_NS", 2_000_000_000)
+    repo, now = Repo.open(open_store(where)), time.time()
+    for directory in where.rglob("a0001"):
+        os.utime(directory, (now - 60, now - 60))
+    check(repo)
+    monkeypatch.setattr(catalog_cache.time, "time", lambda: now + jump_s)
+    monkeypatch.setattr(catalog_cache.time, "time_ns", lambda: int((now + jump_s) * 1e9))
+    for step in (5, 6):
+        remove(repo, [CheckpointId("bert", 1, step)])
+        os.utime(where / "runs/bert/a0001", (now + jump_s, now + jump_s))
+        assert len(found(repo, "run == 'bert'", None, 1000)) == 104 - step
+    check(repo)
 
 
 def test_removed_undeleted_freed_and_lost(repo: Repo) -> None:

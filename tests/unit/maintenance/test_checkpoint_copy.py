@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,17 @@ def test_a_renamed_run_has_its_lines_tags_and_metrics(lines: Path) -> None:
     gc.execute(repository.repo, gc.plan_gc(repository.repo, now=True))
     assert w(lines, run="new", step=2) == 2
     assert_whole(repository.repo)
+
+
+@pytest.mark.filterwarnings("ignore:.* is passed over:tenuto.TenutoWarning")
+def test_a_renamed_run_stays_rolled_back_whatever_else_lies_there(lines: Path) -> None:
+    repository = tenuto.Repository(lines)
+    repository.rollback("a0001/2")
+    shutil.copytree(lines / "runs/main/a0001", lines / "runs/main/a0900")  # a copy that somebody made by hand
+    before = line(lines, "main")
+    repository.rename_run("main", "new")
+    assert line(lines, "new") == before
+    assert repository.latest("new") == CheckpointId("new", 1, 2)
 
 
 @pytest.mark.parametrize("point", ["attempt claimed", "copies put, none visible", "a copy is visible"])

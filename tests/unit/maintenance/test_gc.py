@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.crashpoints import armed
-from tenuto.errors import CheckpointNotFound, StoreFull, Superseded
+from tenuto.errors import CheckpointNotFound, RepositoryError, StoreFull, Superseded
 from tenuto.maintenance import remove, retention, undelete
 from tenuto.maintenance.gc import execute, plan_gc
 from tenuto.maintenance.verify import assert_whole
@@ -148,6 +148,45 @@ def test_i6_an_undelete_that_comes_at_the_last_moment_wins_or_loses_whole(world)
     with armed("tombstone put, manifest still there", lambda: world.put(old.manifest, data)):
         visit(world, grace_s=0.0)
     assert world.repo.exists(old)
+    assert_whole(world.repo)
+
+
+def test_what_gc_frees_while_an_undelete_reads_it_is_gone_and_not_damaged(world, monkeypatch):
+    attempt = world.claim()
+    old, _ = world.save(attempt, 1), world.save(attempt, 2)
+    rm(world, old)
+    plan, inspect = undelete.plan_undelete(world.repo, old), undelete.inspect
+
+    def freed_first(*arguments):
+        assert visit(world, now=True).deleted == (old,)
+        return inspect(*arguments)
+
+    monkeypatch.setattr(undelete, "inspect", freed_first)
+    with pytest.raises(CheckpointNotFound, match="cannot be brought back: its space has been freed"):
+        undelete.execute(world.repo, plan)
+    assert_whole(world.repo)
+
+
+@pytest.mark.parametrize("jump_s", [-HOUR, 24 * HOUR])
+def test_a_stores_clock_that_jumps_costs_no_more_than_the_grace(world, jump_s):
+    """An hour back: what lies in the trash waits longer. A day forward: it can be brought back no more, and stays for
+    the hour after its grace; what is removed from then on has a grace of its own."""
+    attempt = world.claim()
+    before, after, _ = (world.save(attempt, step) for step in (1, 2, 3))
+    rm(world, before)
+    world.store.advance(jump_s)
+    rm(world, after)
+    assert visit(world).deleted == (), "nothing goes by the jump alone"
+    if jump_s < 0:
+        undelete.execute(world.repo, undelete.plan_undelete(world.repo, before))
+    else:
+        with pytest.raises(RepositoryError, match="more than 24 h 00 min ago"):
+            undelete.plan_undelete(world.repo, before)
+    undelete.execute(world.repo, undelete.plan_undelete(world.repo, after))
+    world.store.advance(-jump_s)
+    rm(world, after)
+    assert visit(world).deleted == () and world.repo.exists(before) == (jump_s < 0)
+    undelete.execute(world.repo, undelete.plan_undelete(world.repo, after))
     assert_whole(world.repo)
 
 

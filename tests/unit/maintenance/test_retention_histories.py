@@ -18,7 +18,7 @@ QUICK = (
 
 
 def test_i7_i11_random_histories_of_retention():
-    counts, broken = run_histories(60, seed=7)
+    counts, broken = run_histories(70, seed=7)
     assert broken == []
     assert counts.removed > 50 and counts.protected > 20 and counts.raced > 20 and counts.trashed > 5
 

@@ -154,6 +154,7 @@ def histories(draw):
                 "bytes": draw(st.integers(0, 9)),
                 "bases": tuple(CheckpointId("r", *key) for key in sorted(facts) if draw(st.integers(0, 5)) == 0),
                 "forked_from": "base" if attempt == 1 else "",
+                "rolled_back": attempt % 2 == 0,
             }
     position = {key: place for place, key in enumerate(reversed(walk))}
     history = [CheckpointFacts(CheckpointId("r", *key), position.get(key), **fact) for key, fact in facts.items()]
@@ -169,7 +170,7 @@ spans = st.builds(
     st.none() | counts,
 )
 ages = st.builds(lambda unit, n: keep.within(**{unit: n}), st.sampled_from(["hours", "days", "weeks"]), counts)
-events = st.sampled_from(["attempt", "fork"]).map(keep.after)
+events = st.sampled_from(["attempt", "fork", "rollback"]).map(keep.after)
 latest_policies = counts.map(keep.latest)
 best_policies = st.builds(keep.best, counts, st.just("loss"), st.sampled_from(["min", "max"]))
 milestones = st.one_of(
@@ -339,7 +340,7 @@ def test_spans_of_hours_begin_at_midnight_and_without_a_time_nothing_is_a_milest
         (lambda: keep.hourly(0), r"keep.hourly\(0\) would never be reached"),
         (lambda: keep.monthly("3"), r"keep.monthly\('3'\) is not a whole number"),
         (lambda: keep.yearly(True), r"keep.yearly\(True\) is not a count"),
-        (lambda: keep.after("rollback"), "'rollback' is not an event"),
+        (lambda: keep.after("restart"), "'restart' is not an event"),
         (lambda: keep.limit(keep.all()), "no budget"),
         (lambda: keep.limit(keep.all(), cost=1), "a cost and no price"),
         (lambda: keep.limit(keep.all(), per_gib_month=1), "a price and no cost"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +16,18 @@ import tenuto
 from tenuto.engine.read.outline import read_outline
 from tenuto.errors import CheckpointNotFound, CorruptionError
 from tenuto.model import canonical_json
+from tenuto.model.health import Health
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import IndexEntry, Manifest
-from tenuto.repo.format.manifest import Aborted, decode_manifest, decode_outline, encode_aborted, encode_manifest
+from tenuto.repo.format.manifest import (
+    Aborted,
+    Summary,
+    decode_manifest,
+    decode_outline,
+    decode_summary,
+    encode_aborted,
+    encode_manifest,
+)
 from tenuto.repo.format.tree_scan import TreeText
 from tenuto.repo.repository import Repo
 from tenuto.state.encode.flattener import flatten
@@ -113,6 +124,54 @@ def test_the_outline_says_what_the_manifest_says(tree: Any) -> None:
     assert found is not None
     assert data[found[1] : found[2]] == canonical_json.dumps(tree)
     assert repr(replace(found[0], tree=tree)) == repr(decode_manifest(data, ID, OURS))
+
+
+HEALTHY = Health(0, (), 0, 1.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"metrics": {"loss": 0.5, "steps": 3, "é": -1e300}, "certificate": {"modes": {"loss": "min"}, "n": [None]}},
+        {"health": HEALTHY, "stored": 3, "created": "2026-01-31T12:00:00Z", "parent": CheckpointId("gpt", 2, 400)},
+        {"health": Health(2, ("w",), 7, float("inf"), None)},
+    ],
+)
+def test_the_summary_says_what_the_manifest_says(more: dict[str, Any]) -> None:
+    data = encode_manifest(manifest({"!": "dict", "i": [["tree", leaf(0)]]}, **more), OURS)
+    whole = decode_manifest(data, ID, OURS)
+    assert isinstance(whole, Manifest)
+    assert repr(decode_summary(data, ID, OURS)) == repr(Summary.of(whole))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("bytes", "5"), ("bytes", -1), ("bytes", True), ("bytes", 2**53 + 1), ("leaves", None), ("stored", 1.0)),
+        *(("created", 5), ("metrics", {"loss": "0.5"}), ("metrics", {"loss": True}), ("metrics", [])),
+        *(("metrics", {"loss": {"!": "float", "v": "nan"}}), ("certificate", 5), ("indexes", []), ("indexes", {})),
+        *(("health", {}), ("health", 5), ("run", "other"), ("attempt", 4), ("step", 501), ("repository", "8" * 32)),
+        *(("format", 3), ("kind", "begin"), ("path", "runs/x"), ("progress", {"a": 1, "tree": {"b": 2}})),
+    ],
+)
+def test_what_no_save_writes_has_no_summary(key: str, value: Any) -> None:
+    body = _newer(encode_manifest(manifest(5), OURS))
+    del body["writer"]
+    spelled = json.dumps({**body, key: value}, sort_keys=True, separators=(",", ":")).encode()[:-1]
+    data = spelled + b',"digest":"' + xxhash.xxh3_128_hexdigest(spelled).encode() + b'"}'
+    canonical_json.check_seal(data, name="it is sealed")
+    assert decode_summary(data, ID, OURS) is None
+
+
+def test_nothing_damaged_has_a_summary() -> None:
+    assert decode_summary(encode_aborted(Aborted(ID, "ab" * 16, "me"), OURS), ID, OURS) is None
+    data = encode_manifest(manifest(5), OURS)
+    for place in range(0, len(data), 7):
+        broken = bytearray(data)
+        broken[place] ^= 4
+        assert decode_summary(bytes(broken), ID, OURS) is None
+    assert decode_summary(b"", ID, OURS) is None
 
 
 def test_the_outline_of_what_is_no_plain_manifest() -> None:

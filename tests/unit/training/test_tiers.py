@@ -536,6 +536,16 @@ def test_every_policy_is_one_of_a_tier_too(fast: Path, slow: Path, policy: KeepP
     assert steps_in(slow) == left
 
 
+def test_a_tier_keeps_what_was_saved_first_after_a_rollback(fast: Path, slow: Path) -> None:
+    tiers = Tiers(Tier(fast), Tier(slow, keep=keep.after("rollback")))
+    for steps in (2, 4):
+        train(tiers, steps, keep=keep.all())
+    tenuto.Repository(tiers).rollback(2)
+    train(tiers, 5, keep=keep.all())
+    assert [str(id) for id in tenuto.Repository(fast).checkpoints()][:3] == [f"main/a0004/{step}" for step in (5, 4, 3)]
+    assert [str(id) for id in tenuto.Repository(slow).checkpoints()] == ["main/a0004/5", "main/a0004/3"]
+
+
 def test_a_tiers_budget_below_what_may_not_go_is_a_warning(fast: Path, slow: Path) -> None:
     with said("the budget of 1000 B is not met, since what may not go takes"):
         train(Tiers(Tier(fast), Tier(slow, keep=keep.limit(keep.all(), bytes="1kB"))), 1)

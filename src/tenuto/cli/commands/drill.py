@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,8 +72,7 @@ def drill(
     from tenuto.formats.beside import refuse_other
     from tenuto.model.sizes import parse_time
 
-    command = list(context.meta[BEHIND])
-    name = _parts(words or [], command)
+    name = _parts(words or [], command := list(context.meta[BEHIND]))
     repo = repository(where)
     meant = None if name is None else checkpoint(repo, run, name)
     plan = plan_drill(
@@ -89,29 +88,31 @@ def drill(
         tolerance=tolerance,
         due_s=None if due is None else parse_time(due, "--due"),
     )
-    if dry_run:
-        if json:
-            output.document("drill", {"dry_run": True, **drill_page.plan_document(plan)})
-        else:
-            output.line(output.rows(drill_page.plan_rows(plan)))
-        return
     if html is not None:
         refuse_other(html, drill_page.GENERATOR, "a page of a drill", "--html")
+    if dry_run:
+        _show(json, {"dry_run": True, **drill_page.plan_document(plan)}, output.rows(drill_page.plan_rows(plan)))
+        return
     if plan.due:
         output.story(f"restoring {plan.id} in a process of its own")
     with exit_on_signals():
         result = execute(repo, plan, on_step=_progress(plan), emitter=Emitter.of([WarningReporter()]))
     if html is not None and plan.due:
         _write_page(html, drill_page.html(result))
-    if json:
-        output.document("drill", {"dry_run": False, **drill_page.document(result)})
-    else:
-        output.line(drill_page.headline(result))
-        output.line(output.rows(drill_page.rows(result)))
+    lines = (drill_page.headline(result), output.rows(drill_page.rows(result)))
+    _show(json, {"dry_run": False, **drill_page.document(result)}, *lines)
     if hint := drill_page.hint(result):
         output.story(f"hint: {hint}")
     if result.exit_code:
         raise typer.Exit(result.exit_code)
+
+
+def _show(as_json: bool, document: Mapping[str, object], *lines: str) -> None:
+    if as_json:
+        output.document("drill", document)
+        return
+    for line in lines:
+        output.line(line)
 
 
 def _parts(words: list[str], command: list[str]) -> str | None:

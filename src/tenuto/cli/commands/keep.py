@@ -57,7 +57,8 @@ def keep(
         str | None, typer.Option("--within", metavar="TIME", help="Keep all of the last 36h, 3d or 2w.")
     ] = None,
     after: Annotated[
-        list[str] | None, typer.Option("--after", metavar="EVENT", help="Keep the first after each attempt, or fork.")
+        list[str] | None,
+        typer.Option("--after", metavar="EVENT", help="Keep the first after each attempt, fork or rollback."),
     ] = None,
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="SIZE", help="Of that, only what fits into 2TB.")
@@ -109,10 +110,8 @@ def keep(
             if removed and not now:
                 print_grace_of_trash(repo.url)
     if json:
-        output.document(
-            "keep",
-            {"where": repo.url, "dry_run": dry_run, "now": now, **_json(plan, policy), "removed": list(removed)},
-        )
+        body = {"where": repo.url, "dry_run": dry_run, "now": now, **_json(plan, policy), "removed": list(removed)}
+        output.document("keep", body)
 
 
 def _policies(

@@ -37,27 +37,24 @@ PAGE = 20
 """How many checkpoints of each run are shown unless told otherwise."""
 
 
+Where = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="WHERE", help=f"The repository; else ${VARIABLE}, this folder, or tenuto.toml.", show_default=False
+    ),
+]
+"""Not needed with --memory."""
+
+
 def ls(
-    where: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="WHERE",
-            help=f"The repository; else ${VARIABLE}, this folder, or tenuto.toml.",
-            show_default=False,
-        ),
-    ] = None,
+    where: Where = None,
     *,
     run: options.OnlyRun = None,
     memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory",
-            help="The images in this node's memory instead; as root, everybody's.",
-        ),
+        bool, typer.Option("--memory", help="The images in this node's memory instead; as root, everybody's.")
     ] = False,
     trash: Annotated[
-        bool,
-        typer.Option("--trash", help="Only what is removed and still there, and when its space comes free."),
+        bool, typer.Option("--trash", help="Only what is removed and still there, and when its space comes free.")
     ] = False,
     limit: Annotated[
         int | None,
@@ -127,6 +124,10 @@ def ls(
         return
     if not runs:
         output.story(f"{repo.url}: {'nothing in the trash' if trash else 'no runs yet'}")
+    _print_all(runs, where)
+
+
+def _print_all(runs: Sequence[RunRows], where: str) -> None:
     for number, found in enumerate(runs):
         if number:
             output.line()

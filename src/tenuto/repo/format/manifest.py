@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +31,7 @@ MAX_ABORTED: Final = 4096
 """The limit of an aborted mark: a longer object under a manifest's name is a manifest."""
 _MAX_RANKS: Final = 100_000
 _TREE: Final = b',"tree":'
+_PLAIN: Final = json.JSONDecoder()
 _TREES: Final = 16
 """The candidates tried for the beginning of the tree."""
 
@@ -41,6 +43,26 @@ class Aborted:
     id: CheckpointId
     save_id: str
     by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a listing shows of a manifest. stored: bytes of its own packs. ranks: how many indexes it names."""
+
+    bytes: int
+    leaves: int
+    stored: int
+    ranks: int
+    created: str
+    metrics: Mapping[str, float]
+    certificate: Mapping[str, Json]
+    healthy: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Summary:
+        numbers = (manifest.bytes, manifest.leaves, manifest.stored_bytes, len(manifest.indexes))
+        healthy = manifest.health is None or manifest.health.healthy
+        return cls(*numbers, manifest.created, manifest.metrics, manifest.certificate, healthy)
 
 
 def encode_manifest(manifest: Manifest, repository: str, tree: Spelled | None = None) -> bytes:
@@ -136,6 +158,38 @@ def decode_outline(data: bytes, id: CheckpointId, repository: str) -> tuple[Mani
     return None
 
 
+def decode_summary(data: bytes, id: CheckpointId, repository: str) -> Summary | None:
+    """Returns what a listing shows of an intact manifest, in a third of the time that `decode_outline` takes, for who
+    reads thousands of them.
+
+    The digest is checked, and the types of what is returned; of the rest only that the manifest is of this place.
+    Returns None for whatever is not as a save writes it, which `decode_outline` and `decode_manifest` judge.
+    """
+    try:
+        canonical_json.check_seal(data, name=id.manifest)
+        found = _PLAIN.decode(data[: data.index(_TREE)].decode("ascii") + "}")
+        healthy = "health" not in found or _health(Fields(found, id.manifest)).healthy
+    except (ValueError, RecursionError):  # also damage
+        return None
+    get = found.get
+    numbers = (get("bytes"), get("leaves"), get("stored", get("bytes")))
+    place = (get("path"), get("repository"), get("run"), get("attempt"), get("step"))
+    metrics, certificate, indexes = get("metrics"), get("certificate"), get("indexes")
+    usual = (
+        get("kind") == "manifest"
+        and get("format") in (objects.FORMAT, objects.ENCODED)
+        and place == (id.manifest, repository, id.run, id.attempt, id.step)
+        and all(type(number) is int and 0 <= number <= canonical_json.MAX_INTEGER for number in numbers)
+        and type(metrics) is dict
+        and all(type(value) in (int, float) for value in metrics.values())
+        and type(certificate) is dict
+        and type(indexes) is list
+        and 0 < len(indexes) <= _MAX_RANKS
+        and type(get("created")) is str
+    )
+    return Summary(*numbers, len(indexes), found["created"], metrics, certificate, healthy) if usual else None
+
+
 def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
     if (found.text("run"), found.whole("attempt"), found.whole("step")) != (id.run, id.attempt, id.step):
         raise found.refuse("names another checkpoint than its own")
@@ -162,7 +216,7 @@ def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
         boxes=_read_entry(found, found.values["boxes"]) if "boxes" in found.values else None,
         bases=found.bases(id),
         stored=found.whole("stored") if "stored" in found.values else None,
-        health=_health(found),
+        health=_health(found) if "health" in found.values else None,
         code=found.text("code") if "code" in found.values else "",
     )
 
@@ -173,9 +227,7 @@ def _tree(found: Fields) -> Json:
     return found.values["tree"]
 
 
-def _health(found: Fields) -> Health | None:
-    if "health" not in found.values:
-        return None
+def _health(found: Fields) -> Health:
     from tenuto.model.health import Health  # a checkpoint that was not looked at needs none
 
     try:

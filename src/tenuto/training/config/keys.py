@@ -149,7 +149,7 @@ MARGIN: Final = Kind("a number or a percentage", '"5%"', partial(_checked, parti
 SPAN: Final = Kind("a whole number, or true for good", "14", _span)
 START: Final = Kind("text, a step or false", '"latest"', _start)
 MODE: Final = _one_of("min", "max")
-EVENT: Final = _one_of("attempt", "fork")
+EVENT: Final = _one_of("attempt", "fork", "rollback")
 
 
 def interval(section: str) -> tuple[Key, ...]:
@@ -198,7 +198,7 @@ def retention() -> tuple[Key | Table, ...]:
         Key("monthly", SPAN, "keep.monthly.months", "The first of each month, of the last so many.", none,
             unit="months"),
         Key("yearly", SPAN, "keep.yearly.years", "The first of each year, of the last so many.", none, unit="years"),
-        Key("after", EVENT, "keep.after.event", "The first of each attempt, or of each that forked a run.", none),
+        Key("after", EVENT, "keep.after.event", "The first of each attempt, or after each fork or rollback.", none),
         Key("all", FLAG, "keep.all", "Everything, for good.", "It fills any disk in the end.", "false"),
         Key("budget", SIZE, "keep.limit.bytes", "Of all that, only what fits; alone: of everything.", limit,
             unit="bytes"),
