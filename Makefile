@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks crash-campaign kill-campaign kill-campaign-memory supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
+.PHONY: setup demo test test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks bench-trainers crash-campaign kill-campaign kill-campaign-memory supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
 
 # Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -104,12 +104,19 @@ bench: setup
 	$(BIN)/python benchmarks/p22_object_store.py
 	$(BIN)/python benchmarks/stripe.py --places 4
 	$(BIN)/python benchmarks/p17_one_off.py --gib 0.5
+	$(BIN)/python benchmarks/convert.py --gib 0.5
 	$(BIN)/python benchmarks/many_checkpoints.py
 	$(BIN)/python benchmarks/p19_upkeep.py --gib 1 --rounds 5
 	$(BIN)/python benchmarks/p20_history.py
 	$(BIN)/python benchmarks/catalog.py
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
+
+# In the environment of `make test-trainers TRAINERS=torch`: about ten minutes.
+bench-trainers: setup
+	$(BIN)/python tests/trainers/install.py torch
+	build/trainers/torch/bin/python benchmarks/trainers.py --gib 0.2
+	$(BIN)/python benchmarks/table.py
 
 # The same at other sizes: some hours, since a block of `p3_everyday` is ten steps of a hundred copies each.
 bench-sizes: setup

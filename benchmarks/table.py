@@ -29,6 +29,8 @@ UNITS = {"ratio": "", "ms": "ms", "us": "us", "mib": "MiB", "done": ""}
 """What a target's figure may be, by its key in a result."""
 
 SIZES = ("_0.1gib", "_1gib", "_4gib")
+TRAINER_SIZES = ("_0.2gib", "_1gib")
+CONVERTED_SIZES = ("_0.25gib", "_0.5gib", "_1gib")
 RANKS = (2, 4)
 UNSIZED = ("", *SIZES)
 """Of a benchmark that was once measured at one size alone."""
@@ -72,6 +74,8 @@ def rows() -> list[Row]:
         *_space(),
         *_codecs(),
         *_object_store(),
+        *(row for size in TRAINER_SIZES for row in _trainers(f"trainers{size}")),
+        *(row for size in CONVERTED_SIZES for row in _conversions(f"convert{size}")),
     ]
 
 
@@ -389,6 +393,48 @@ def _object_store() -> list[Row]:
     ]
 
 
+def _trainers(id: str) -> list[Row]:
+    own = {
+        "a loop": (("torch.save", "`torch.save`"),),
+        "Lightning": (
+            ("ModelCheckpoint", "`ModelCheckpoint`"),
+            ("ModelCheckpoint, AsyncCheckpointIO", "with `AsyncCheckpointIO`"),
+        ),
+        "Hugging Face": (("save_strategy", "the Trainer's own"),),
+        "Accelerate": (("save_state", "`save_state`"),),
+        "Keras": (("ModelCheckpoint", "`ModelCheckpoint`"),),
+    }
+    stalls = [
+        Row(
+            id,
+            f"training held by a save: {name}, {{gib}} GiB",
+            f"{name}: tenuto",
+            tuple((f"{name}: {one}", words) for one, words in beside),
+        )
+        for name, beside in own.items()
+    ]
+    steps = [
+        Row(
+            id,
+            f"added to a step that saves nothing: {name}, processor time",
+            f"{name}: added to a step",
+            ((f"{name}: step", "the step itself"),),
+        )
+        for name in own
+    ]
+    return stalls + steps
+
+
+def _conversions(id: str) -> list[Row]:
+    words = {
+        "import of safetensors": "`tenuto import` of a safetensors file",
+        "import, rounded to bfloat16": "the same, rounded to bfloat16",
+        **{f"export to {one}": f"`tenuto export --to {one}`" for one in ("safetensors", "hf", "npz", "gguf")},
+    }
+    copy = (("copy + fsync", "a plain copy of the file, flushed"),)
+    return [Row(id, f"{what}, {{gib}} GiB", name, copy) for name, what in words.items()]
+
+
 def rows_of_ranks() -> list[Row]:
     """Of jobs of several processes; each figure is the slowest rank's."""
     return [row for ranks in RANKS for size in SIZES for row in _of_ranks(ranks, size)] + _reshards()
@@ -436,6 +482,8 @@ def _of_ranks(ranks: int, size: str) -> list[Row]:
 
 def load(results: Path = RESULTS) -> dict[str, Document]:
     paths = sorted([*results.glob("p*.json"), *results.glob("ranks_*.json"), *results.glob("stripe.json")])
+    kinds = ("p*.json", "ranks_*.json", "trainers_*.json", "convert_*.json")
+    paths = sorted(path for kind in kinds for path in results.glob(kind))
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 

@@ -25,8 +25,8 @@ ENVIRONMENT_OF: Final = {
     "TensorFlow": "tensorflow",
     "DCP": "torch",
     "DeepSpeed": None,
-    "Ray Train": None,
-    "torchtitan": None,
+    "Ray Train": "recipes",
+    "torchtitan": "recipes",
 }
 """Where the blocks of a tab run; None for a tab of words."""
 
@@ -44,6 +44,63 @@ model = Model()
 """
 }
 """What a tab leaves to its reader."""
+POSTLUDES: Final = {
+    "torchtitan": """
+import torch
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer.optimizer import OptimizersContainer, default_adamw
+
+class Trainer:  # what torchtitan's does with its manager
+    step = 0
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
+    def train(self, steps):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = OptimizersContainer.Config(
+            param_groups=default_adamw(lr=0.01).param_groups, implementation="for-loop"
+        ).build(model_parts=[model])
+        scheduler = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizer, training_steps=20)
+        loader = StatefulDataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4, shuffle=True)
+        manager = TenutoCheckpointManager.Config(enable=True, interval=2, keep_latest_k=2).build(
+            dataloader=loader, model_parts=[model], optimizers=optimizer, lr_schedulers=scheduler,
+            states={"train_state": self}, sd_adapter=None, base_folder="outputs",
+        )
+        manager.load(step=-1)
+        batches = iter(loader)
+        while self.step < steps:
+            self.step += 1
+            manager.maybe_wait_for_staging()
+            model(next(batches)[0]).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            manager.save(self.step, last_step=self.step == steps)
+            manager.maybe_wait_for_saving()
+        manager.close()
+
+off = TenutoCheckpointManager.Config(enable=False).build(
+    dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None, base_folder=""
+)
+assert not off.load() and not off.save(1)
+off.close()
+before = Trainer()
+before.train(5)
+again = Trainer()
+again.train(8)
+assert before.step in (5, 8) and again.step == 8
+with tenuto.open("outputs/checkpoint") as opened:
+    assert opened.step == 8 and opened.plain("train_state") == {"step": 8}
+"""
+}
+"""What uses what a tab defines."""
 
 
 def tabs() -> dict[str, str]:
@@ -64,7 +121,7 @@ def of(environment: str) -> list[str]:
 def run(name: str, directory: Path) -> None:
     """Runs the blocks of a tab as one script, twice: the second run resumes."""
     script = directory / "tab.py"
-    script.write_text("\n".join([PRELUDES.get(name, ""), *python_of(tabs()[name])]))
+    script.write_text("\n".join([PRELUDES.get(name, ""), *python_of(tabs()[name]), POSTLUDES.get(name, "")]))
     for _ in range(2):
         ended = subprocess.run(
             [sys.executable, str(script)],
@@ -72,7 +129,7 @@ def run(name: str, directory: Path) -> None:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
         assert ended.returncode == 0, f"{name}: {ended.stdout[-1000:]}{ended.stderr[-3000:]}"

@@ -30,6 +30,8 @@ ENVIRONMENTS: Final[dict[str, tuple[tuple[str, ...], ...]]] = {
     "recipes": (
         (TORCH, "safetensors>=0.8"),
         ("torchvision==0.28.0", "timm==1.0.31", "fastai==2.8.12", "fastprogress==1.0.3"),
+        ("ray[train]==2.60.0",),
+        ("torchtitan==0.3.0", "torchdata==0.11.0"),
     ),
     "jax": (
         ("jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "orbax-checkpoint==0.12.8", "equinox", "grain==0.2.18"),

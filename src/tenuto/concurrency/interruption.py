@@ -41,27 +41,40 @@ class _MainThread:
 _main = _MainThread()
 
 
+_main_ident = threading.main_thread().ident
+
+
+def _forked() -> None:
+    global _main_ident  # noqa: PLW0603 - the thread that has forked is the child's main one
+    _main_ident = threading.get_ident()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def _is_main() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+    return threading.get_ident() == _main_ident
 
 
 class _Undisturbed:
     """Holds signals back until the outermost block ends; within a block of another thread nothing happens."""
 
     def __enter__(self) -> None:
-        if _is_main():
+        if threading.get_ident() == _main_ident:
             _main.depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not _is_main():
+        if threading.get_ident() != _main_ident:
             return
-        _main.depth = max(_main.depth - 1, 0)  # a child that was forked within the block began at 0
-        if not _main.depth:
-            _main.interruptible_at = -1
+        if _main.depth > 1:
+            _main.depth -= 1
+            return
+        _main.depth = 0  # a child that was forked within the block began there
+        _main.interruptible_at = -1
         # An error is not hidden by a signal. A loop that has come to its end is none.
-        if not _main.depth and (kind is None or issubclass(kind, StopIteration)):
+        if (_main.interrupted or _main.due) and (kind is None or issubclass(kind, StopIteration)):
             _main.catch_up()
 
 

@@ -75,6 +75,9 @@ class Decision:
     reason: str
 
 
+NOTHING_ASKED: Final = Decision(False, "nothing asked for it")
+
+
 class SavePolicy(ABC):
     """Decides when to save. Policies combine with `|`: a save is made when any of them wants it.
 
@@ -111,7 +114,7 @@ class SavePolicy(ABC):
         if history.last_saved_step is not None and now.step <= history.last_saved_step:
             return Decision(False, f"step {history.last_saved_step} is saved already")
         reason = self.wants(now, history)
-        return Decision(False, "nothing asked for it") if reason is None else Decision(True, reason)
+        return NOTHING_ASKED if reason is None else Decision(True, reason)
 
     @final
     def __or__(self, other: SavePolicy) -> SavePolicy:

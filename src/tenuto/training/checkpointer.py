@@ -369,7 +369,7 @@ class Checkpointer:
                 hint="leave the call out",
             )
         with undisturbed:
-            if not training.claim_to_count(self):
+            if training.saving.attempt is None and not training.claim_to_count(self):
                 return
             number = training.step + 1 if step is None else count(step, "step_done(step=)")
             if number <= training.step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tenuto.engine.save.handle import Save
 from tenuto.errors import MetricNotLogged, TenutoError, did_you_mean
@@ -61,11 +62,14 @@ class UnloggedMetrics:
 
     def __init__(self, policy: SavePolicy, warn: Callable[[str], None]) -> None:
         self._policy = policy
+        self._asks_by = policy.metrics()
         self._warn = warn
         self._logged: set[str] = set()
         self._asked_step: int | None = None
         self._epochs_ended = 0
         self._warned = False
+        self._complete_for: KeepPolicy | Literal["nothing"] | None = "nothing"
+        """With which `keep` nothing was missing when it was last looked: what is logged only grows."""
         self._warned_of: set[str] = set()
 
     @property
@@ -79,15 +83,19 @@ class UnloggedMetrics:
         """Records that the policy is asked. Warns once that has happened for long enough, since a job that is killed
         never comes to its end. `keep`: None while nothing has been saved that it could judge."""
         self._asked_step = moment.step
-        self.seen(moment.metrics)
+        if moment.metrics:
+            self.seen(moment.metrics)
         self._epochs_ended += moment.epoch_ended
         steps = moment.step - first_step if moment.epoch is None else 0
-        if not self._warned and (steps >= PATIENCE_STEPS or self._epochs_ended >= PATIENCE_EPOCHS):
+        if self._warned or keep is self._complete_for:
+            return
+        if steps >= PATIENCE_STEPS or self._epochs_ended >= PATIENCE_EPOCHS:
             self._warned = self.warn_of_missing(keep)
+            self._complete_for = keep
 
     def warn_of_missing(self, keep: KeepPolicy | None) -> bool:
         """Warns of the metrics that are missing, once of each policy; returns whether there are any."""
-        unasked = sorted(self._policy.metrics() - self._logged) if self._asked_step is not None else []
+        unasked = sorted(self._asks_by - self._logged) if self._asked_step is not None else []
         if unasked:
             self._warn_of(unasked, f"{self._policy!r} asks by", "that part of it saves nothing")
         missing = sorted(keep.metrics() - self._logged) if keep is not None else []

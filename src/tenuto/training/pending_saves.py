@@ -113,9 +113,8 @@ class LateMetricTrigger:
 
     def mark(self) -> None:
         """Marks the state of a step that is done, with the metrics that there are so far."""
-        session = self._session
-        missing = self._saving.policy.metrics() - session.metrics.keys()
-        if missing and session.unsaved and self._saving.attempt is not None:
+        session, wanted = self._session, self._saving.policy_metrics
+        if wanted and wanted - session.metrics.keys() and session.unsaved and self._saving.attempt is not None:
             self._mark = self._snapshots.passing_mark()
 
     def reason(self) -> str:

@@ -172,14 +172,12 @@ class RunSaver:
         self.repo = repo
         self.run = run = settings.run
         report_to(repo.store, self.report)
-        self.policy = settings.save
-        self.group = group
-        self._coordinates = group.coordinates
+        self.policy, self.policy_metrics = settings.save, settings.save.metrics()
+        self.group, self._coordinates = group, group.coordinates
         self._divided_policy = split_by_agreement(settings.save)
         self.tiers = TierWorker(repo, run_key(run), settings.keep, emitter=emitter, report=self.report, group=group)
         self.retention = RetentionWorker(repo, emitter=emitter, warn=self.report, group=group, tiers=self.tiers)
-        self._on_error = settings.on_error
-        self._in_flight = settings.in_flight
+        self._on_error, self._in_flight = settings.on_error, settings.in_flight
         self._emitter = emitter
         self.memory: MemoryCadence | None = None
         """States that are sealed in memory, with a cadence of its own."""
@@ -240,6 +238,8 @@ class RunSaver:
         """The step that training in this process began at."""
         self._started_s = time.monotonic()
         self._last_saved_s: float | None = None
+        self._settled: SaveHistory | None = None
+        """The saves so far, once none is in flight: nothing of it changes until another is taken or a metric noted."""
         self._optimum = OptimumFacts.of(settings.save)
         self._reported_stuck: Save | None = None
         self._loss: RanksError | None = None
@@ -283,7 +283,7 @@ class RunSaver:
         """Begins to take saves of the claimed run. `restored`: the newest durable checkpoint of the line of training;
         `since_s`, `at`: when a save of that line was last begun, and the step, where training resumes from a newer
         state in memory."""
-        self.saver.attempt = attempt
+        self.saver.attempt, self._settled = attempt, None
         self.first_step = first_step
         self._started_s = time.monotonic() if since_s is None else min(since_s, time.monotonic())
         self.totals.begin()
@@ -309,18 +309,22 @@ class RunSaver:
         self._unlogged.asked(moment, self.first_step, self._judging)
         if waits:
             self._report_standstill()
-        history = SaveHistory(
-            started_s=self._started_s,
-            first_step=self.first_step,
-            last_saved_step=self.last.step if self.last is not None else None,
-            last_saved_s=self._last_saved_s,
-            saved=self._saved_metrics.metrics(),
-            stalls_s=self.totals.stalls_s,
-            stalled_s=self.totals.stalled_s,
-            persist_s=self.totals.persist_s,
-            waits=waits,
-            in_flight=self._in_flight,
-        )
+        history = self._settled
+        if history is None or waits:
+            history = SaveHistory(
+                started_s=self._started_s,
+                first_step=self.first_step,
+                last_saved_step=self.last.step if self.last is not None else None,
+                last_saved_s=self._last_saved_s,
+                saved=self._saved_metrics.metrics(),
+                stalls_s=self.totals.stalls_s,
+                stalled_s=self.totals.stalled_s,
+                persist_s=self.totals.persist_s,
+                waits=waits,
+                in_flight=self._in_flight,
+            )
+            if not waits and not self.saver.in_flight:
+                self._settled = history
         if self._optimum is None:
             return self.group.decide(self._divided_policy, moment, history, self._torn, asked)
         history = self._optimum.added_to(history, moment, beside_a_save=bool(self.saver.in_flight))
@@ -348,7 +352,7 @@ class RunSaver:
 
         Raises as `on_error` says, but always for ownership and for what cannot be represented.
         """
-        began = time.monotonic()
+        began, self._settled = time.monotonic(), None
         due_s = began if due_s is None else due_s
         try:
             waited_s = self.admission.await_for(step, must=must)
@@ -501,6 +505,7 @@ class RunSaver:
         self._unlogged.seen(metrics)
         if self._coordinates:
             self._notes.note(save, metrics)
+        self._settled = None
         self._saved_metrics.add(save, metrics)
         self._write_notes(NOTE_DEADLINE_S)
 

@@ -327,7 +327,7 @@ class TrainingSession:
             self.saving.note(last, metrics)
         self.metrics.update(metrics)
         self.saving.seen(metrics, self.step + self.open)
-        if not self.open and metrics.keys() & self.saving.policy.metrics():
+        if not self.open and metrics.keys() & self.saving.policy_metrics:
             self._consider_late()
 
     def _settle_early(self) -> None:
@@ -537,14 +537,14 @@ class TrainingSession:
         self._take_in_memory(moment)
         if signal is not None:
             self._leave(signal)
-        if isinstance(self.loop, Epochs) and (epoch_ended or self.position.at_end):
+        if type(self.loop) is Epochs and (epoch_ended or self.position.at_end):
             self._mark_state()
 
     def _moment(self, *, epoch_ended: bool = False, ending: bool, signal: str | None) -> Moment:
         return Moment(
             step=self.step,
             now_s=time.monotonic(),
-            epoch=self.position.counters.epoch if self.position.epochs_told or isinstance(self.loop, Epochs) else None,
+            epoch=self.position.counters.epoch if self.position.epochs_told or type(self.loop) is Epochs else None,
             epoch_ended=epoch_ended,
             ending=ending,
             signal=signal,

@@ -174,3 +174,30 @@ def test_a_lost_or_cut_file_is_refused(trained: Any, tmp_path: Path) -> None:
     last.rename(tmp_path / "zero_pp_rank_0_mp_rank_01_optim_states.pt")
     with pytest.raises(Unserialisable, match="tensor or pipeline parallelism"):
         tenuto.formats.read(tmp_path)
+
+
+@pytest.mark.timeout(1500)
+def test_a_script_with_save_checkpoint_stays_as_it_is(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("scripts") / "deepspeed_attached.py"
+
+    def run(where: str, steps: int, *tag: str) -> dict[str, Any]:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = str(one.getsockname()[1])
+        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+        environ = {**os.environ, **own, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": EXTENSIONS}
+        out = tmp_path / "out.json"
+        words = [sys.executable, "-W", "ignore", str(script), str(tmp_path / where), str(steps), str(out), *tag]
+        ended = subprocess.run(
+            words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+        )
+        assert ended.returncode == 0, ended.stderr[-4000:]
+        return json.loads(out.read_text())
+
+    whole = run("whole", 5)
+    assert whole["path"] is None and whole["seen"] == [1, 2, 3, 4, 5]
+    run("run", 3)
+    resumed = run("run", 5)
+    assert resumed == {**whole, "path": "global_step3"}, "its weights too, through dropout"
+    assert run("run", 4, "best")["path"] == "global_step2"
+    assert run("whole", 5, "global_step4") == {**whole, "path": "global_step4"}

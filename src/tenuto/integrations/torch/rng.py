@@ -17,15 +17,17 @@ from tenuto.errors import StateMismatch
 _reading: Final = threading.RLock()
 
 
-def capture() -> dict[str, Any]:
-    """Returns the states: `cpu` (uint8 [5056]), `cuda` (one uint8 tensor per device, if CUDA is initialised), `mps`
-    likewise.
+def capture(*, devices: bool = True) -> dict[str, Any]:
+    """Returns the states: `cpu` (uint8 [5056]) and, with `devices`, `cuda` (one uint8 tensor per device, if CUDA is
+    initialised) and `mps` likewise.
 
     Uninitialised CUDA is left alone: nothing has been drawn there, and asking would initialise it.
     """
     with _reading:
         out: dict[str, Any] = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not devices:
+            return out
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             out["cuda"] = list(torch.cuda.get_rng_state_all())
         if torch.backends.mps.is_available():
             out["mps"] = torch.mps.get_rng_state()

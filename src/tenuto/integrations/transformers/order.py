@@ -9,17 +9,15 @@ the step, which comes back before anything is read after it.
 
 from __future__ import annotations
 
-import ctypes
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from tenuto.errors import UsageError
 from tenuto.integrations.torch import rng
+from tenuto.integrations.torch.data.host_generators import HostGenerators, in_full
 from tenuto.state.position import rng as global_rng
 
 DEEPEST: Final = 4
@@ -65,7 +63,7 @@ class BatchOrder:
                 settle()
                 self._set_own(loaded["own"])
             self._start = {
-                "global": _in_full(self._generators.capture()),
+                "global": in_full(self._generators.capture()),
                 "own": [one.get_state() for one in self._own],
             }
             return
@@ -127,7 +125,7 @@ class BatchOrder:
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:
             return dict(self._loaded)
-        before = _in_full(self._latest[1]) if self._latest is not None and self._latest[0] == self.delivered else None
+        before = in_full(self._latest[1]) if self._latest is not None and self._latest[0] == self.delivered else None
         return {
             "epoch": self.epoch,
             "delivered": self.delivered,
@@ -185,38 +183,3 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
                 found.append(generator)
         owner, depth = getattr(owner, "batch_sampler", None), depth + 1
     return found
-
-
-class HostGenerators:
-    """Captures the generators of the host, cheaply enough for every batch.
-
-    numpy takes 60 us to say its state. It is asked again only where the words of its generator have changed, and from
-    the second change on each time: one of two normal numbers that are drawn together changes none of them.
-    """
-
-    def __init__(self) -> None:
-        self._words: bytes | None = None
-        self._numpy: Mapping[str, Any] | None = None
-        self._changes = 0
-
-    def capture(self) -> tuple[Any, Mapping[str, Any], torch.Tensor]:
-        words = _numpy_words()
-        if self._numpy is None or self._changes > 1 or words is None or words != self._words:
-            self._changes += 1
-            self._words, self._numpy = words, np.random.get_state(legacy=False)
-        return random.getstate(), self._numpy, torch.get_rng_state()
-
-
-def _numpy_words() -> bytes | None:
-    """Returns the words of numpy's global generator; None if it is another kind than numpy's own."""
-    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator) is not np.random.MT19937:
-        return None
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
-
-
-def _in_full(captured: tuple[Any, Mapping[str, Any], torch.Tensor]) -> dict[str, Any]:
-    """Returns what `HostGenerators` captured as `state.position.rng.apply` takes it."""
-    (version, keys, gauss), numpy, host = captured
-    python = {"version": version, "keys": np.array(keys, dtype=np.uint32), "gauss": gauss}
-    return {"python": python, "numpy": numpy, "torch": {"cpu": host}}

@@ -17,6 +17,7 @@ from typing import Any, Final
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from tenuto.errors import UsageError
+from tenuto.integrations.torch.data.host_generators import Captured, HostGenerators, in_full
 from tenuto.integrations.torch.data.replay import ReplayPosition, order_sampler
 from tenuto.integrations.torch.rng import is_seedable
 from tenuto.state.position import rng as global_rng
@@ -296,7 +297,8 @@ class Reading(Iterator[Any]):
         self._stream = stream if has_state(stream) else None
         self._again = dict(again) if again is not None else None
         self._now: Any = None
-        self._before: dict[str, Any] = {}
+        self._generators = HostGenerators(devices=True)
+        self._before: tuple[Captured | None, Any] = (None, None)
         self.read = delivered * group
         self._rest = group if again is not None else 0
         """Batches left of those that are read again."""
@@ -321,10 +323,8 @@ class Reading(Iterator[Any]):
             self._now = global_rng.capture()
             global_rng.apply(self._again["random"])
         self._again = None
-        self._before = {
-            "random": global_rng.capture() if self._draws else None,
-            "dataset": None if self._stream is None else self._stream.state_dict(),
-        }
+        stream = None if self._stream is None else self._stream.state_dict()
+        self._before = (self._generators.capture() if self._draws else None, stream)
 
     def _end_again(self) -> None:
         now, self._now = self._now, None
@@ -332,7 +332,8 @@ class Reading(Iterator[Any]):
             global_rng.apply(now)
 
     def before(self) -> dict[str, Any]:
-        return dict(self._before)
+        captured, stream = self._before
+        return {"random": None if captured is None else in_full(captured), "dataset": stream}
 
 
 # -- the loader inside
