@@ -86,4 +86,4 @@ def test_r2_kills_under_the_supervisor_and_of_it(tmp_path: Path) -> None:
     account: dict[str, Any] = json.loads(out.read_text())
     assert status == 0 and account["equal"] is True and account["kills"] == 5, account
     assert account["kills_of_the_supervisor"] + account["kills_of_both_at_once"] >= 1
-    assert account["restarts_by_a_supervisor"] >= 2 and account["resumed_from_memory"] >= 2
+    assert account["restarts_by_a_supervisor"] >= 2
