@@ -149,6 +149,16 @@ def _problem(store: Store, name: str, expected: bytes, id: str) -> str | None:
     return None  # a field more, of a newer version
 
 
+def refuse_two(store: Store, id: str) -> None:
+    """Raises RepositoryError where `tenuto.copy.json` is whole and of another repository than this one."""
+    try:
+        found = decode(REPOSITORY_COPY, store.get(REPOSITORY_COPY, limit=objects.SMALL))
+    except (CorruptionError, StoreError):
+        return  # it says nothing
+    if found.id != id:
+        raise two_repositories(store, id, found.id)
+
+
 def two_repositories(store: Store, one: str, other: str) -> RepositoryError:
     return RepositoryError(
         f"{REPOSITORY} and {REPOSITORY_COPY} at {store.url} are of two repositories, {one} and {other}: one of the two "

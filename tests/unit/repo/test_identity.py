@@ -182,6 +182,17 @@ def test_two_that_name_two_repositories_are_refused_before_anything_is_written(s
     assert REPOSITORY_COPY in errors(store)
 
 
+@pytest.mark.filterwarnings("ignore:.* is passed over:tenuto.TenutoWarning")
+def test_a_load_where_another_repository_was_laid_over_says_so(store: MemoryStore) -> None:
+    with Checkpointer(store, {"w": np.zeros(3)}, log="silent") as ckpt:
+        ckpt.save(wait=True)
+    other = MemoryStore(secrets.token_hex(8))
+    Repo.create_or_open(other)
+    store.place.objects[REPOSITORY] = other.place.objects[REPOSITORY]
+    with pytest.raises(RepositoryError, match=r"tenuto\.json and tenuto\.copy\.json .* are of two repositories"):
+        tenuto.load(store)
+
+
 def test_a_single_save_into_a_new_place_leaves_the_second_to_the_next_writer(tmp_path: Path) -> None:
     """Two flushes that it shall not wait for."""
     where = tmp_path / "ckpts"

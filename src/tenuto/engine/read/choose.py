@@ -24,6 +24,7 @@ from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
 from tenuto.repo.format.objects import Origin
+from tenuto.repo.identity import refuse_two
 from tenuto.repo.lineage import latest, walk
 from tenuto.repo.notes import noted_metrics
 from tenuto.repo.replicated.places import unreachable
@@ -198,6 +199,8 @@ def choose(
     if stranded is None:
         skipped = skipped or misplaced  # training shall not start from scratch where something else was put in place
     if skipped:
+        if misplaced:
+            refuse_two(repo.store, repo.id)
         reasons = "".join(f"\n  {id}: {reason}" for id, reason in skipped[:5])
         reasons += f"\n  and {len(skipped) - 5} more" if len(skipped) > 5 else ""
         raise NothingRestorable(
