@@ -66,7 +66,8 @@ class Doings:
         found = loaded_interpreter.run(command, timeout=PATIENCE_S)
         with self.lock:
             self.ended.setdefault(words[0], []).append(found.returncode)
-            if found.returncode not in CLEAR or "Traceback" in found.stderr or "a fault in Tenuto" in found.stderr:
+            clear = found.returncode in CLEAR or "is being removed by another process" in found.stderr
+            if not clear or "Traceback" in found.stderr or "a fault in Tenuto" in found.stderr:
                 self.unclear.append(f"{' '.join(words)}: {found.returncode}\n{found.stdout}{found.stderr}")
             self.training.stdin.write("go\n")
             self.training.stdin.flush()
