@@ -85,8 +85,8 @@ def _corruption(result: Result) -> str:
         else " `torch.load`, `dcp.load` and safetensors returned other values for flipped bits without an error."
     )
     return (
-        f"{_bold(result['faults'], 'faults')}: {result['detected']:,} detected, {result['violation_count']} read wrongly, "
-        f"{result['false_alarm_count']} false alarms. {_bugs(result)}{others}"
+        f"{_bold(result['faults'], 'faults')}: {result['detected']:,} detected, {result['violation_count']} broken rules, "
+        f"{result['false_alarm_count']} false alarms. {_bugs(result)}{others} {result.get('note', '')}".rstrip()
     )
 
 

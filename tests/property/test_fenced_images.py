@@ -180,7 +180,7 @@ def in_a_new_place(check: Callable[[Path], None]) -> None:
 @example(SCALED)
 @example(TIED)
 @example(GROWING)
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(trainings)
 @pytest.mark.filterwarnings("ignore")
 def test_where_only_optimizers_write_every_image_is_the_state(drawn: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ COUNTED = {"in place", "fill", "one row", "copy"}
 # Two that no count shows, in a leaf of which the sample has a part: they are found.
 @example(width=8, optimizer="sgd", writer="through data", victim=0, first=5, again=False, before=0, sample=1 / 6)
 @example(width=8, optimizer="momentum", writer="through numpy", victim=2, first=5, again=True, before=7, sample=1 / 3)
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     width=st.integers(4, 12),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),

@@ -36,6 +36,7 @@ class Raw:
         self.s3.delete_object(**self.key(store, name))
 
 
+@pytest.mark.long  # `make test-stores` runs the same
 class TestS3(Raw, StoreSuite):
     @pytest.fixture
     def store(self, s3) -> Store:  # noqa: F811

@@ -21,7 +21,7 @@ class TestATrainerThatOwnsItsLoop(TrainerSuite):
     script = SCRIPT
     preload = PRELOAD
     kills = 1
-    every = 5
+    every = 10
     certify_steps = ()
 
 
