@@ -207,7 +207,8 @@ def test_with_both_images_damaged_the_store_is_read(where: Path, root: Path) -> 
     last = live(where)
     assert last.began == 10
     assert last.source.startswith(f"from {where}")
-    assert last.skipped == [17, 16]
+    # The other image is the step before, or step 10 where that is still on its way to the store.
+    assert last.skipped in ([17, 16], [17, 10])
     right(last)
 
 
