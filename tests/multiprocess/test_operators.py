@@ -172,6 +172,7 @@ def trained(where: Path, run: str) -> None:
             state["w"] += 1
 
 
+@pytest.mark.long  # an undelete that meets `gc --now` may call damaged what is being freed
 @pytest.mark.parametrize("names", [("ada", "grace")], ids="-".join)
 def test_two_operators_and_a_training_do_whatever_they_like_at_once(tmp_path: Path, names: tuple[str, str]) -> None:
     where = tmp_path / "ckpts"
