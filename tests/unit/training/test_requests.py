@@ -105,7 +105,7 @@ def test_few_wait_with_those_that_stay(bucket: Bucket) -> None:
 
     most = {}
     expected = {1: 1, 2: 2, 5: 7}
-    for kept in expected:
+    for kept, few in expected.items():
         counts: list[int] = []
         state = {"w": np.arange(1000.0)}
         options: dict[str, Any] = {"save": every(steps=1), "keep": keep.latest(kept), "run": f"keeps-{kept}"}
@@ -116,7 +116,7 @@ def test_few_wait_with_those_that_stay(bucket: Bucket) -> None:
                 assert ckpt._training.saving.retention._rounds.join(60)
                 # A save may have ended a moment before its retention is asked for.
                 deadline = time.monotonic() + 30
-                while (there := manifests(f"keeps-{kept}/")) > expected[kept] and time.monotonic() < deadline:
+                while (there := manifests(f"keeps-{kept}/")) > few and time.monotonic() < deadline:
                     time.sleep(0.01)
                 counts.append(there)
         most[kept] = max(counts)
