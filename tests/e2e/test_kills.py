@@ -84,6 +84,6 @@ def test_r2_kills_under_the_supervisor_and_of_it(tmp_path: Path) -> None:
     status, _, said = run("campaigns.kills", *arguments, "--json", str(out), timeout=300)
     assert out.exists(), said
     account: dict[str, Any] = json.loads(out.read_text())
-    assert status == 0 and account["equal"] is True and account["kills"] == 5, account
+    assert status == 0 and account["equal"] is True and account["kills"] >= 5, account
     assert account["kills_of_the_supervisor"] + account["kills_of_both_at_once"] >= 1
     assert account["restarts_by_a_supervisor"] >= 2
