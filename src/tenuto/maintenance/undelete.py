@@ -89,6 +89,7 @@ def execute(repo: Repo, plan: UndeletePlan) -> Undeleted:
         now = census_of(repo, plan.id)
         if now.state != "removed":
             raise _nothing(repo, now) from None  # gc has freed it meanwhile: that is no damage
+        _refuse_going(repo, plan.id)
         raise
     _take_back_dead(repo, plan.id)
     try:
@@ -98,12 +99,7 @@ def execute(repo: Repo, plan: UndeletePlan) -> Undeleted:
     repo.store.settle(plan.id.manifest)
     crashpoint("manifest put back from trash, not yet checked")
     try:
-        if is_tombstoned(repo, plan.id):
-            raise RepositoryError(
-                f"{plan.id} is being removed by another process",
-                subject=str(plan.id),
-                hint="try again when it has ended",
-            )
+        _refuse_going(repo, plan.id)
         _check(repo, plan.id, data, every_byte=False)
     except (RepositoryError, CorruptionError):
         _withdraw(repo, plan.id)
@@ -111,6 +107,14 @@ def execute(repo: Repo, plan: UndeletePlan) -> Undeleted:
     # Only what was there before: a removal that has begun since has put a copy of its own.
     repo.store.delete([entry.name for entry in (*before.trash, *before.marks)])
     return Undeleted(plan.id, unseen)
+
+
+def _refuse_going(repo: Repo, id: CheckpointId) -> None:
+    """Raises RepositoryError while another process removes or frees it."""
+    if is_tombstoned(repo, id):
+        raise RepositoryError(
+            f"{id} is being removed by another process", subject=str(id), hint="try again when it has ended"
+        )
 
 
 def _check(repo: Repo, id: CheckpointId, data: bytes, *, every_byte: bool) -> int:
