@@ -18,9 +18,9 @@ QUICK = (
 
 
 def test_i7_i11_random_histories_of_retention():
-    counts, broken = run_histories(70, seed=7)
+    counts, broken = run_histories(85, seed=7)
     assert broken == []
-    assert counts.removed > 50 and counts.protected > 20 and counts.raced > 20 and counts.trashed >= 5
+    assert counts.removed > 50 and counts.protected > 20 and counts.raced > 20 and counts.trashed > 5
 
 
 def test_bugs_in_retention_are_found():
