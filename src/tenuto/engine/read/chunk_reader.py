@@ -282,7 +282,8 @@ class ChunkReader:
         opened: dict[int, OpenPack] = {}
         decoder: ChunkDecoder | None = None
         if coded is not None:
-            decoded, chunks = chunks.take(np.flatnonzero(coded)), chunks.take(np.flatnonzero(~coded))
+            decoded = chunks.take(self._in_turn(chunks, np.flatnonzero(coded)))
+            chunks = chunks.take(np.flatnonzero(~coded))
             from tenuto.engine.read.encoded_chunks import TASK_BYTES as DECODED_BYTES  # plain ones need no codecs
             from tenuto.engine.read.encoded_chunks import ChunkDecoder
 
@@ -324,6 +325,16 @@ class ChunkReader:
         sealed = np.array([bool(entry.key) for entry in self._entries], np.bool_)
         found: Flags = (stored.codec[chunks.digest] != plain) | sealed[chunks.pack]
         return found
+
+    def _in_turn(self, chunks: Chunks, coded: Column) -> Column:
+        """Returns these places in the order in which chunks are decoded: one that is rounded from others follows these,
+        so that one task decodes them once."""
+        stored = self._chunks.stored
+        if stored is None or stored.rounded is None:
+            return coded
+        number = chunks.digest[coded]
+        after = np.where(stored.rounded[number] > 0, 2 * stored.base[number] + 3, 2 * number)
+        return coded[np.argsort(after, kind="stable")]
 
     def _decode(self, request: _Request, decoder: ChunkDecoder, chunks: Chunks, opened: Opened) -> None:
         want, start, size = chunks.want.tolist(), chunks.start.tolist(), chunks.size.tolist()
