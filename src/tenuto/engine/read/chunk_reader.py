@@ -24,7 +24,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import PackEntry
 from tenuto.repo.format.stored_chunks import RAW
 from tenuto.repo.repository import Repo
-from tenuto.sharding.coalesce import GAP_BYTES, TASK_BYTES, Flags, ReadPlan, ReadTask, coalesce
+from tenuto.sharding.coalesce import GAP_BYTES, TASK_BYTES, Flags, ReadPlan, ReadTask, coalesce, wanted_bytes
 from tenuto.state.contract import Buffer
 
 if TYPE_CHECKING:
@@ -278,6 +278,7 @@ class ChunkReader:
     def _deliver(self, request: _Request, packs: Callable[[PackEntry], OpenPack]) -> None:
         self._done = 0
         chunks = self._chunks.chunks(request.rows, request.span)
+        wanted = wanted_bytes(chunks)
         coded, numbers = self._coded(chunks), self._chunks.pack[request.rows]
         opened: dict[int, OpenPack] = {}
         decoder: ChunkDecoder | None = None
@@ -296,7 +297,10 @@ class ChunkReader:
             pack = opened.get(number) or packs(self._entries[number])
             reads |= pack.view is None
             plan = coalesce(
-                chosen, task_bytes=(self._long or TASK_BYTES) if pack.view is None else VIEWED_BYTES, gap_bytes=gap
+                chosen,
+                wanted=wanted,
+                task_bytes=(self._long or TASK_BYTES) if pack.view is None else VIEWED_BYTES,
+                gap_bytes=gap,
             )
             lists = _Lists.of(plan.chunks)
             tasks.extend(_Task(request, pack, plan, lists, task) for task in plan.tasks)
