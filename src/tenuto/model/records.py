@@ -99,6 +99,16 @@ class StoredChunks:
         longer = halves[2 * self.raw[halves] > self.raw[self.base[halves]]]
         return np.concatenate([found, self.base[longer] + 1])
 
+    def needed(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns these chunks and all that they are decoded from, in ascending order."""
+        import numpy as np
+
+        found = reached = np.unique(numbers)
+        while len(reached):
+            reached = np.setdiff1d(self.below(reached), found)
+            found = np.union1d(found, reached)
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Index:

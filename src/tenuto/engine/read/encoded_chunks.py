@@ -64,18 +64,9 @@ class ChunkDecoder:
         self._codecs = [None if name == RAW else codec(name) for name in chunks.stored.codecs]
         self._path = path
 
-    def needed(self, numbers: Column) -> Column:
-        """Returns these chunks and all that they are decoded from, in ascending order."""
-        found = reached = np.unique(numbers)
-        while True:
-            reached = np.setdiff1d(self._stored.below(reached), found)
-            if not len(reached):
-                return found
-            found = np.union1d(found, reached)
-
     def packs(self, numbers: Column) -> list[int]:
         """Returns the packs that have to be open to read `numbers`."""
-        found: list[int] = np.unique(self._stored.pack[self.needed(numbers)]).tolist()
+        found: list[int] = np.unique(self._stored.pack[self._stored.needed(numbers)]).tolist()
         return found
 
     def read(
@@ -100,7 +91,7 @@ class ChunkDecoder:
 
     def _fetch(self, wanted: Column, rows: Sequence[int], opened: Opened) -> dict[int, Buffer]:
         """Returns the stored bytes of chunks and of all that they are decoded from, verified."""
-        stored, numbers = self._stored, self.needed(wanted)
+        stored, numbers = self._stored, self._stored.needed(wanted)
         order = numbers[np.lexsort((stored.offset[numbers], stored.pack[numbers]))]
         pack, low = stored.pack[order], stored.offset[order]
         high = low + stored.stored[order]
@@ -122,7 +113,7 @@ class ChunkDecoder:
                 number = int(order[at])
                 piece = data[int(low[at]) - begin : int(high[at]) - begin]
                 if digest(piece.data) != stored.digests[number].tobytes():
-                    row = next(row for one, row in zip(wanted, rows, strict=True) if number in self.needed(one))
+                    row = next(row for one, row in zip(wanted, rows, strict=True) if number in stored.needed(one))
                     raise damaged(self._repo, self._path(row), source.name, len(piece), int(low[at]))
                 found[number] = piece
             first = stop
