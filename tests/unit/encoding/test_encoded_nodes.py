@@ -155,3 +155,22 @@ def test_sealed_data_files_on_nodes(tmp_path: Path) -> None:
     nodes.run(4, 3, encoding="small")
     nodes.nodes = {rank: f"n{(rank + 1) % 2}" for rank in range(8)}
     assert nodes.run(3, 4, encoding="small") == [3] * 3
+
+
+def test_verify_says_what_it_did_not_see_and_replicate_brings_all_into_the_home(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.run(4, 3, encoding="small")
+    (tmp_path / "n1").rename(tmp_path / "n1 away")
+    report = tenuto.Repository(nodes.home).verify()
+    assert report.ok and report.unseen
+    (tmp_path / "n1 away").rename(tmp_path / "n1")
+    with pytest.raises(SystemExit) as ended:
+        main(["replicate", str(nodes.home)])
+    assert not ended.value.code
+    for node in ("n0", "n1"):
+        shutil.rmtree(tmp_path / node)
+    found = tenuto.load(nodes.home)
+    assert found.step == 3
+    for name, value in whole(3).items():
+        assert np.array_equal(found.state[name], value), name
+    assert_whole(Repo.open(open_store(nodes.home)))
