@@ -172,6 +172,26 @@ def test_one_other_element_costs_little_and_another_leaf_is_no_copy(tmp_path: Pa
     all_come_back(tmp_path, seen)
 
 
+def test_chunks_that_are_no_rounding_are_stored_in_the_usual_way(tmp_path: Path) -> None:
+    """Of a leaf whose other chunks are: as differences to the save before, where there is one."""
+    state = pair(3 * FULL)
+
+    def change(step: int) -> None:
+        state["master"] *= np.float32(1.01)
+        rounds(state)
+        state["half"][CHUNK // 2 : CHUNK] = half(noise(7, CHUNK // 2)) * np.float16(1 + step / 512)
+
+    seen = train(small_chunks(tmp_path), state, 4, change, encoding="small")
+    for step in seen:
+        _, index = last(tmp_path, step)
+        assert index.stored is not None and index.stored.rounded is not None
+        row = [spec.path for spec in index.specs].index("half")
+        first, stop = index.chunk_start[row : row + 2].tolist()
+        assert index.stored.rounded[first:stop].tolist() == [2, 0, *[2] * (stop - first - 2)]
+        assert bool(index.stored.base[first + 1] >= 0) is (step > 1)
+    all_come_back(tmp_path, seen)
+
+
 def test_a_structure_without_copies_is_seldom_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tenuto.engine.save import rounded_copies
 
