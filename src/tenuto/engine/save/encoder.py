@@ -317,7 +317,7 @@ class EncodedPacks:
                 for some in self._ready(first, stop, end):
                     todo = self._new(some)
                     yield from self._add(todo, self._bodies(todo))
-                    self._remember(some)
+                    self._keep_image(some)
             else:
                 todo = self._new(np.arange(first, stop))
                 self._sample(todo, end)
@@ -348,7 +348,7 @@ class EncodedPacks:
         batch = np.cumsum(self._sizes[self._plan.chunks.row[due]]) // BATCH_BYTES
         yield from np.split(due, np.flatnonzero(np.diff(batch)) + 1)
 
-    def _remember(self, chunks: Column) -> None:
+    def _keep_image(self, chunks: Column) -> None:
         """Keeps these chunks of the image, where the next save may make differences to it."""
         if self._memory is not None:
             table, image = self._plan.chunks, self._plan.arena.buffer

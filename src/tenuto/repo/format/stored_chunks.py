@@ -181,10 +181,12 @@ def _check_rounded(found: StoredChunks, head: Fields, row: Array, dtype: Sequenc
     halves = np.flatnonzero(found.rounded)
     base = found.base[halves]
     if not len(halves) or int(found.rounded.max()) > len(ROUNDED) or int(halves[-1]) >= len(row):
-        raise head.refuse("chunks are rounded to what this version does not know, none is, or one that is no row's")
+        raise head.refuse(
+            "no chunk is rounded, or one to a dtype that this version does not know, or one outside of the rows"
+        )
     last = base + (2 * found.raw[halves] > found.raw[base])
     if (base < 0).any() or (last >= len(row)).any() or (row[last] != row[base]).any():
-        raise head.refuse("a chunk is rounded from numbers that are no row's")
+        raise head.refuse("a chunk is rounded from numbers outside of the rows")
     held = found.raw[base] + np.where(last > base, found.raw[last], 0)
     if (found.raw[halves] % 2).any() or (held < 2 * found.raw[halves]).any():
         raise head.refuse("a chunk is rounded from fewer numbers than it has")
