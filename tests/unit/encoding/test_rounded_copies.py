@@ -20,6 +20,7 @@ from support.rank_threads import together
 from tenuto import Encoding, every, keep
 from tenuto.cli import main
 from tenuto.codec.derived import rounded
+from tenuto.engine.save.baseline import baseline_in
 from tenuto.errors import CorruptionError, FormatTooNew
 from tenuto.maintenance.verify import assert_whole
 from tenuto.model.ids import CheckpointId
@@ -470,3 +471,16 @@ def test_an_older_version_says_that_it_is_too_old(
 def test_rounding_takes_numbers_that_lie_in_two_chunks() -> None:
     numbers = noise(0, 10).tobytes()
     assert rounded(memoryview(numbers[:12] + numbers[12:]), "float16") == half(noise(0, 10)).tobytes()
+
+
+def test_what_is_decoded_from_a_rounded_chunk_is_never_named(honest: tuple[Repo, CheckpointId, Index]) -> None:
+    """No save of ours makes such a chunk; another writer may, and what it is decoded from would be left behind."""
+    _, id, index = honest
+    assert index.stored is not None and index.stored.rounded is not None
+    base = index.stored.base.copy()
+    copied = int(np.flatnonzero(index.stored.rounded)[0])
+    other = int(index.chunk_start[[spec.path for spec in index.specs].index("words")])
+    base[other] = copied
+    found = baseline_in(replace(index, stored=replace(index.stored, base=base)), id)
+    assert not found.usable[[copied, other]].any() and found.again[copied] and not found.again[other]
+    assert baseline_in(index, id).usable[other]

@@ -62,7 +62,7 @@ class Baseline:
 
     def without(self, gone: Sequence[bool]) -> Baseline:
         """Returns it without the chunks that rest on packs that are `gone`."""
-        stays = ~_resting_on(self.stored, np.array(gone, np.bool_))
+        stays = ~_resting_on(self.stored, _within(self.stored, np.array(gone, np.bool_)))
         return replace(self, usable=self.usable & stays, again=self.again & stays, _places=[])
 
     def entries_for(self, plan: SavePlan, keys: Callable[[], list[tuple[Any, ...]]]) -> Column:
@@ -133,7 +133,7 @@ def baseline_in(index: Index, id: CheckpointId, *, fingerprint: str = "") -> Bas
         stored = StoredChunks(
             (RAW,), chunks.pack, chunks.offset, chunks.stored, chunks.size, nothing, nothing - 1, index.digests
         )
-    usable = ~_resting_on(stored, _sparse(stored, packs))
+    usable = ~_resting_on(stored, _within(stored, _sparse(stored, packs)))
     rounded = np.zeros(len(stored), np.bool_) if stored.rounded is None else stored.rounded > 0
     return Baseline(
         id,
@@ -141,7 +141,7 @@ def baseline_in(index: Index, id: CheckpointId, *, fingerprint: str = "") -> Bas
         packs,
         np.ascontiguousarray(index.digests),
         _depth(stored),
-        usable & ~rounded,
+        usable & ~_resting_on(stored, rounded),
         usable & rounded,
         rows,
         index.chunk_bytes,
@@ -169,10 +169,15 @@ def _sparse(stored: StoredChunks, packs: Sequence[PackEntry]) -> Flags:
     return np.asarray(needed <= SPARSE * whole, np.bool_)
 
 
-def _resting_on(stored: StoredChunks, packs: Flags) -> Flags:
-    """Returns which chunks lie in these packs, or are decoded from one that does."""
+def _within(stored: StoredChunks, packs: Flags) -> Flags:
+    """Returns which chunks lie in these packs."""
     found: Flags = packs[stored.pack] if len(packs) else np.zeros(len(stored), np.bool_)
-    below = stored.base
+    return found
+
+
+def _resting_on(stored: StoredChunks, chunks: Flags) -> Flags:
+    """Returns which chunks are these, or are decoded from one of them."""
+    found, below = chunks, stored.base
     while True:
         grown = found | ((below >= 0) & found[below])
         if np.array_equal(grown, found):
