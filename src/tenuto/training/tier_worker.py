@@ -24,6 +24,7 @@ from tenuto.errors import (
 )
 from tenuto.events import Emitter
 from tenuto.maintenance import tier_copies
+from tenuto.maintenance.encoded_copy import is_encoded_in
 from tenuto.maintenance.facts import gather_facts
 from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.shared_packs import packs_of
@@ -111,7 +112,9 @@ class PrimaryFill(TierFill):
 
     def _only_elsewhere(self, id: CheckpointId) -> bool:
         return not self._of_this_node(id) and any(
-            object_names.MANIFEST in follower.children(id.directory).objects for follower in self.tiers.followers
+            object_names.MANIFEST in follower.children(id.directory).objects
+            and not is_encoded_in(self.repo, follower, id)
+            for follower in self.tiers.followers
         )
 
     def _of_this_node(self, id: CheckpointId) -> list[str]:
