@@ -20,8 +20,8 @@ from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.save.baseline import Baseline, baseline_in, baseline_of
 from tenuto.engine.save.encoded_pack import Segment
 from tenuto.engine.save.job import stored_in
-from tenuto.engine.save.transcoder import TranscodedIndex, Transcoder, bases_of, encoding_of_tier, pack_names
-from tenuto.errors import CheckpointNotFound, CorruptionError, KeyMissing, ObjectNotFound, StoreError
+from tenuto.engine.save.transcoder import TranscodedIndex, Transcoder, bases_of, pack_names
+from tenuto.errors import CheckpointNotFound, CorruptionError, KeyMissing, ObjectNotFound, StoreError, typed
 from tenuto.maintenance.place_copy import PlaceCopy, removed
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import lacking, manifest_of, out_of_trash, packs_of
@@ -31,9 +31,10 @@ from tenuto.model.records import Index, IndexEntry, Json, Manifest
 from tenuto.policy.encoding import Encoding
 from tenuto.repo.bases import usable_bases
 from tenuto.repo.commit import signed
+from tenuto.repo.encoded_places import encoding_of_place, is_encoded_in
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import encode_index
-from tenuto.repo.format.manifest import MAX_MANIFEST, decode_manifest, encode_manifest
+from tenuto.repo.format.manifest import MAX_MANIFEST, encode_manifest
 from tenuto.repo.format.small_records import Begin, decode_begin, encode_begin
 from tenuto.repo.lineage import latest
 from tenuto.repo.replicated.places import home_of, places_of
@@ -45,7 +46,7 @@ from tenuto.store.contract import Bytes, Store
 
 
 class EncodedCopy(PlaceCopy):
-    """Copies checkpoints to one place, encoded. A copy that was cut off begins anew: what it has left is freed first."""
+    """Copies checkpoints to one place, encoded. One that was cut off begins anew: what it has left is freed first."""
 
     def __init__(
         self,
@@ -73,12 +74,19 @@ class EncodedCopy(PlaceCopy):
 
     def bring(self, id: CheckpointId, packs: Collection[str] | None = None) -> bool:
         """Encodes a checkpoint into the place, unless it is there; returns whether its manifest was put by this call.
+        `packs`: given where some of it is lacking there: one that lacks data files is made anew.
+
         Every byte is verified as it is read, and decoded again after it was encoded. Raises as `PlaceCopy.bring`, and
-        KeyMissing for a sealed checkpoint whose keys are not open."""
+        KeyMissing for a sealed checkpoint whose keys are not open.
+        """
         there, self._there.keys = self.there(id), self.repo.keys
         if object_names.MANIFEST in there:
-            self.bring_notes(id)
-            return False
+            if packs is None or is_whole_in(self.repo, self.place, id):
+                self.bring_notes(id)
+                return False
+            if not is_encoded_in(self.repo, self.place, id):
+                return super().bring(id, packs)  # it came before the place had an encoding
+            return encode_again(self.repo, self.place, id)
         if self.place.children(object_names.trash_directory(id)).objects:
             return self._back_from_trash(id)
         if there:
@@ -274,24 +282,56 @@ def copy_to(
     return EncodedCopy(repo, place, encoding, report, whole)
 
 
+def encode_again(repo: Repo, place: Store, id: CheckpointId) -> bool:
+    """Frees what a place has of a checkpoint in an encoding of its own, and makes it again, resting on nothing there;
+    before that those that rest on it. Returns False where it is removed here meanwhile. Raises StoreError where one of
+    those is not here, so that it would be lost."""
+    there = Repo(place, repo.id, repo.chunk_bytes)
+    for one in resting_on(there, id):
+        if not repo.exists(one):
+            raise StoreError(
+                f"{id} is damaged in {place.url}, and {one}, which rests on it there, is nowhere else",
+                subject=str(id),
+                hint=f"once that is removed there, {typed('tenuto', 'replicate', repo.url)} copies {id} again",
+            )
+    encoding = encoding_of_place(there.manifest(id))
+    assert encoding is not None, "it is encoded there"
+    for one in resting_on(there, id):
+        encode_again(repo, place, one)
+    try:
+        free_in(place, id)
+        return EncodedCopy(repo, place, encoding, whole=tuple).bring(id)
+    except CheckpointNotFound:
+        return False
+
+
+def resting_on(there: Repo, id: CheckpointId) -> list[CheckpointId]:
+    """Returns the checkpoints of a place that rest on data files of this one, newest first."""
+    found = []
+    for one in there.checkpoints(id.run):
+        with suppress(CheckpointNotFound):  # removed meanwhile
+            if id in there.manifest(one).bases:
+                found.append(one)
+    return sorted(found, reverse=True)
+
+
 def encoding_in(there: Repo, run: str) -> Encoding | None:
     """Returns the encoding in which a place has the newest checkpoint of a run; None where it stores it as it came."""
     try:
         newest = latest(there, run)
-        return None if newest is None else encoding_of_tier(there.manifest(newest).environment.get("encoding"))
+        return None if newest is None else encoding_of_place(there.manifest(newest))
     except (CheckpointNotFound, CorruptionError, StoreError):
         return None
 
 
-def is_encoded_in(repo: Repo, place: Store, id: CheckpointId) -> bool:
-    """Returns whether a place has a checkpoint in an encoding of its own, other than the primary."""
+def is_whole_in(repo: Repo, place: Store, id: CheckpointId) -> bool:
+    """Returns whether a place has a checkpoint in an encoding of its own, with all data files that it needs there."""
+    if place is home_of(repo.store) or not is_encoded_in(repo, place, id):
+        return False
+    there = Repo(place, repo.id, repo.chunk_bytes)
     try:
-        theirs = place.get(id.manifest, limit=MAX_MANIFEST)
-        found = decode_manifest(theirs, id, repo.id)
-        if not isinstance(found, Manifest) or encoding_of_tier(found.environment.get("encoding")) is None:
-            return False
-        return home_of(repo.store).get(id.manifest, limit=MAX_MANIFEST) != theirs
-    except (ObjectNotFound, CorruptionError):
+        return not lacking(place, packs_of(there, there.manifest(id)))
+    except (CheckpointNotFound, CorruptionError):
         return False
 
 

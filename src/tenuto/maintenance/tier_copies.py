@@ -27,7 +27,7 @@ from tenuto.errors import (
     StoreError,
     in_words,
 )
-from tenuto.maintenance.encoded_copy import copy_to, is_encoded_in
+from tenuto.maintenance.encoded_copy import copy_to, is_whole_in
 from tenuto.maintenance.place_copy import PlaceCopy, put_small
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import (
@@ -40,6 +40,7 @@ from tenuto.maintenance.shared_packs import (
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord
 from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion
+from tenuto.repo.encoded_places import is_encoded_in
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.lineage import latest, resolve, walk
@@ -430,4 +431,4 @@ def _has_files(repo: Repo, place: Store, id: CheckpointId, files: Iterable[str])
     """Returns whether a place has these data files of a checkpoint, or the whole of it in an encoding of its own."""
     if set(files) <= set(place.children(id.directory).objects):
         return True
-    return is_encoded_in(repo, place, id) and lies_in(repo, place, id)
+    return is_whole_in(repo, place, id)

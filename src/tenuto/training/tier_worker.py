@@ -24,13 +24,13 @@ from tenuto.errors import (
 )
 from tenuto.events import Emitter
 from tenuto.maintenance import tier_copies
-from tenuto.maintenance.encoded_copy import is_encoded_in
 from tenuto.maintenance.facts import gather_facts
 from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.shared_packs import packs_of
 from tenuto.maintenance.tier_copies import has_packs
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
+from tenuto.repo.encoded_places import is_encoded_in
 from tenuto.repo.format import object_names
 from tenuto.repo.lineage import latest, resolve
 from tenuto.repo.ownership.claim import Attempt

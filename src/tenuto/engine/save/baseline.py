@@ -113,6 +113,8 @@ def keys_of(index_rows: ShapeRows, paths: Sequence[str], length: Column) -> list
 
 def baseline_of(repo: Repo, id: CheckpointId, rank: int) -> Baseline | None:
     """Returns the baseline that a committed checkpoint is; None where it cannot be read, or has no such rank."""
+    if id in repo.distrusted:
+        return None
     try:
         manifest = repo.manifest(id)
         if rank >= len(manifest.indexes):

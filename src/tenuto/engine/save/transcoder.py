@@ -28,6 +28,7 @@ from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, Json, PackEntry
 from tenuto.policy.encoding import Encoding
+from tenuto.repo.encoded_places import described
 from tenuto.repo.format.index import ShapeRows
 from tenuto.repo.format.object_names import encoded_pack_file
 from tenuto.repo.format.safetensors import build_header
@@ -81,20 +82,7 @@ class Transcoder:
         encoding = self.encoding
         how = f"compressed by {encoding.codec}" if encoding.codec is not None else "stored as they are"
         numbers = {name: sum(int(about[name]) for _, about in made) for name in made[0][1]}
-        tier = {"codec": encoding.codec, "dedupe": encoding.dedupe, "delta": encoding.delta, "level": encoding.level}
-        return {"decision": f"chunks are {how} for this tier", "tier": tier, **numbers}
-
-
-def encoding_of_tier(about: object) -> Encoding | None:
-    """Returns the encoding of a place, as `Transcoder.about` has put it down; None where nothing intelligible says
-    it."""
-    tier = about.get("tier") if isinstance(about, dict) else None
-    if not isinstance(tier, dict):
-        return None
-    try:
-        return Encoding(**{name: tier[name] for name in ("codec", "dedupe", "delta", "level")})
-    except (KeyError, TypeError, ValueError):
-        return None
+        return {"decision": f"chunks are {how} for this tier", "tier": described(encoding), **numbers}
 
 
 @dataclass(frozen=True, slots=True)

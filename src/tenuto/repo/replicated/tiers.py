@@ -32,8 +32,8 @@ class Tier:
     - `wait`: whether a save counts as committed only when this tier has its data files too. By default only the first
       tier is waited for; the others are filled in the background.
     - `bandwidth`: how many bytes per second are written to it at most, such as "200MB/s".
-    - `encoding`: how it stores what it gets, as of a Checkpointer: "dedupe", "auto", "small" or an Encoding. Only a tier
-      that is filled in the background has one of its own. By default each checkpoint is stored as it was saved.
+    - `encoding`: how it stores what it gets, as of a Checkpointer: "dedupe", "auto", "small" or an Encoding. By default
+      each checkpoint is stored as it was saved. Only for tiers that are filled in the background.
     """
 
     def __init__(
