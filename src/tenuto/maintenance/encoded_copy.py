@@ -98,10 +98,11 @@ class EncodedCopy(PlaceCopy):
             if manifest.boxes is not None:
                 self.put(f"{id.directory}/{manifest.boxes.name}", self.repo.index_bytes(id, manifest.boxes))
         new = self._manifest(manifest, made, tables)
-        crashpoint("place has the data files of a checkpoint, not its manifest")
+        crashpoint("packs copied, checkpoint not looked for again")
         if not self.repo.exists(id):
             free_in(self.place, id)
             raise removed(id)
+        crashpoint("place has the data files of a checkpoint, not its manifest")
         self.put(id.manifest, encode_manifest(new, self.repo.id))
         crashpoint("place has a checkpoint")
         parts = [f"{id.directory}/{entry.name}" for entry in new.tables]
