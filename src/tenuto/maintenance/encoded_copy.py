@@ -147,7 +147,7 @@ class EncodedCopy(PlaceCopy):
 
     def _begin(self, begin: Begin) -> None:
         data, places = encode_begin(begin, self.repo.id), places_of(self.repo.store)
-        assert places is not None, "a tier is one of several places"
+        assert places is not None, "it has a tier"
         places.replica(self.place).prepare(begin.id.manifest, data)
         crashpoint("place has the tables of a checkpoint, not its data files")
 
@@ -316,11 +316,16 @@ def resting_on(there: Repo, id: CheckpointId) -> list[CheckpointId]:
     return sorted(found, reverse=True)
 
 
-def encoding_in(there: Repo, run: str) -> Encoding | None:
-    """Returns the encoding in which a place has the newest checkpoint of a run; None where it stores it as it came."""
+def encoding_in(repo: Repo, place: Store, run: str) -> Encoding | None:
+    """Returns the encoding of its own in which a place has the newest checkpoint of a run; None where it stores what
+    comes as it came."""
+    there = Repo(place, repo.id, repo.chunk_bytes)
     try:
         newest = latest(there, run)
-        return None if newest is None else encoding_of_place(there.manifest(newest))
+        found = None if newest is None else encoding_of_place(there.manifest(newest))
+        if newest is None or found is None or (repo.exists(newest) and not is_encoded_in(repo, place, newest)):
+            return None
+        return found
     except (CheckpointNotFound, CorruptionError, StoreError):
         return None
 

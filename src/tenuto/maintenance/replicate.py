@@ -15,7 +15,6 @@ from tenuto.events import Emitter, Progress
 from tenuto.maintenance.encoded_copy import copy_to, encoding_in, is_whole_in
 from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.replica_tidy import targets
-from tenuto.maintenance.tier_copies import in_place
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.repo.format import object_names
@@ -139,7 +138,7 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
             elif target is home_of(repo.store):
                 PlaceCopy(repo, target, advance).bring_packs(repo.manifest(copying.id), copying.packs)
             else:
-                encoding = encoding_in(in_place(repo, target), copying.id.run)
+                encoding = encoding_in(repo, target, copying.id.run)
                 copy_to(repo, target, encoding, advance).bring(copying.id, copying.packs)
         except CheckpointNotFound:
             continue
