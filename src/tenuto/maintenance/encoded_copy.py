@@ -105,13 +105,24 @@ class EncodedCopy(PlaceCopy):
         crashpoint("place has the data files of a checkpoint, not its manifest")
         self.put(id.manifest, encode_manifest(new, self.repo.id))
         crashpoint("place has a checkpoint")
-        parts = [f"{id.directory}/{entry.name}" for entry in new.tables]
-        named = {pack.object_name(id) for index, _ in made for pack in index.packs}
-        self._take_back_unless_whole(id, [*parts, *named])
+        self._take_back_unless_own(new, {pack.object_name(id) for index, _ in made for pack in index.packs})
         self._transcoder.checkpoints += 1
         self._last = id, [index for index, _ in made]
         self.bring_notes(id)
         return True
+
+    def _take_back_unless_own(self, manifest: Manifest, packs: Collection[str]) -> None:
+        """Takes back the manifest that was put just now where a part is gone, or is another's: somebody else who copies
+        to this place has taken it for what a copy has left that was cut short."""
+        self._take_back_unless_whole(manifest.id, packs)
+        try:
+            for entry in manifest.tables:
+                self._there.index_bytes(manifest.id, entry)
+        except CorruptionError as error:
+            self.place.delete([manifest.id.manifest])
+            raise StoreError(
+                f"{error.message}: another process copies {manifest.id} too", subject=error.subject
+            ) from None
 
     def _back_from_trash(self, id: CheckpointId) -> bool:
         """Makes a checkpoint again of one that lies in the trash there because others rest on it."""
@@ -332,13 +343,13 @@ def encoding_in(repo: Repo, place: Store, run: str) -> Encoding | None:
 
 def is_whole_in(repo: Repo, place: Store, id: CheckpointId) -> bool:
     """Returns whether a place has a checkpoint in an encoding of its own, with all data files that it needs there."""
-    if place is home_of(repo.store) or not is_encoded_in(repo, place, id):
-        return False
     there = Repo(place, repo.id, repo.chunk_bytes)
     try:
+        if place is home_of(repo.store) or not is_encoded_in(repo, place, id):
+            return False
         return not lacking(place, packs_of(there, there.manifest(id)))
-    except (CheckpointNotFound, CorruptionError):
-        return False
+    except (CheckpointNotFound, CorruptionError, StoreError):
+        return False  # whoever needs it finds out what is wrong
 
 
 def _resting_on(baseline: Baseline, usable: Collection[CheckpointId]) -> Baseline:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any, Final
@@ -20,7 +19,7 @@ from tenuto.codec.choosing import choose, codecs_for, encoded
 from tenuto.codec.chunk_map import chunk_counts, chunk_sizes, chunk_starts
 from tenuto.codec.digest import digest
 from tenuto.codec.registry import codec
-from tenuto.concurrency.worker_threads import lower_priority, parallel_for
+from tenuto.concurrency.worker_threads import background_threads, lower_priority, parallel_for
 from tenuto.engine.save.baseline import Baseline, keys_of
 from tenuto.engine.save.encoded_pack import PAGE, Filling, Segment
 from tenuto.engine.save.joined_chunks import Written, joined
@@ -102,6 +101,29 @@ class Rows:
         return cls(starts, row, begin, chunk_sizes(index.length, index.chunk_bytes))
 
 
+class _Putting:
+    """A pack that is being put, in a thread that holds up no end of the process."""
+
+    def __init__(self, put: Callable[[Segment], object], segment: Segment) -> None:
+        self._put, self._segment = put, segment
+        self._error: BaseException | None = None
+        self._work = background_threads.submit(self._run, "tenuto-put")
+
+    def _run(self) -> None:
+        lower_priority()
+        try:
+            self._put(self._segment)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+
+    def wait(self) -> mmap.mmap:
+        """Returns the pack's memory once it is put. Raises what putting it has raised."""
+        self._work.join()
+        if self._error is not None:
+            raise self._error
+        return self._segment.memory
+
+
 class TranscodedIndex:
     """One rank's part of a checkpoint, being encoded.
 
@@ -149,14 +171,15 @@ class TranscodedIndex:
 
     def run(self) -> tuple[Index, Json]:
         """Puts every pack. Returns the index, and how many bytes became what. Raises what `read` and `put` do."""
-        going: Future[object] | None = None
-        with ThreadPoolExecutor(1, "tenuto-put", lower_priority) as writer:
+        going: _Putting | None = None
+        try:
             for segment in self._segments():
                 if going is not None:
-                    going.result()
-                going = writer.submit(self._putting, segment)
+                    self._spare.append(going.wait())
+                going = _Putting(self._put, segment)
+        finally:
             if going is not None:
-                going.result()
+                going.wait()
         columns = (self._pack, self._offset, self._stored, self._codec, self._base, self._same, self._twin)
         written = Written(*columns, self._rows.size, self._digests, self._codecs)
         named = int(self._rows.size[self._same >= 0].sum())
@@ -170,10 +193,6 @@ class TranscodedIndex:
             "raw_bytes": int(self._rows.size.sum()),
             "written_bytes": sum(pack.length for pack in self._written),
         }
-
-    def _putting(self, segment: Segment) -> None:
-        self._put(segment)
-        self._spare.append(segment.memory)
 
     def _segments(self) -> Iterator[Segment]:
         """Yields the packs as they become full."""
