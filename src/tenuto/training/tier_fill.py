@@ -39,6 +39,8 @@ LONGEST_PAUSE_S: Final = 300.0
 NODES_S: Final = 120.0
 """How long a checkpoint is waited for whose data files other nodes are bringing."""
 LOOK_S: Final = 0.5
+TIDY_S: Final = 10.0
+"""How long one checkpoint after the other is copied before what the tier is not to keep goes."""
 TRASH_EVERY_S: Final = 3600.0
 """How often a tier's trash is looked into for what others needed, and nobody needs any more."""
 
@@ -70,6 +72,8 @@ class TierFill(ABC):
         self.rounds = BackgroundRounds(f"tenuto-tier-{tier.name}", self._round)
         self.changed = threading.Event()
         self._current: CheckpointId | None = None
+        self._copied = False
+        """Whether the last one that was taken is whole there."""
         self._waiting: list[CheckpointId] = []
         """Oldest first."""
         self._due: dict[CheckpointId, int] = {}
@@ -138,8 +142,11 @@ class TierFill(ABC):
             if not self.compared:
                 self._compare(self.attempt)
                 self.compared = True
+            began_s = time.monotonic()
             while self._copy_next():
-                pass
+                if self._copied and time.monotonic() > began_s + TIDY_S:  # else one that always lags would never be
+                    self._tidy(self.attempt)
+                    began_s = time.monotonic()
             self._tidy(self.attempt)
         except OwnershipError as error:
             self._failed(error, pause_s=float("inf"))
@@ -178,10 +185,11 @@ class TierFill(ABC):
             with self.lock:
                 self._due.pop(id, None)
         except NotHereYet:
+            self._copied = False
             self._await_nodes(id)
             return True
         with self.lock:
-            self._current = None
+            self._current, self._copied = None, whole
             if whole:
                 self.whole.add(id)
                 self._due = {one: nbytes for one, nbytes in self._due.items() if one > id}
