@@ -353,7 +353,8 @@ def free_expired(
     begins now; and what a freeing has closed goes.
     """
     freed = []
-    for save in [census_of(repo, id) for id in ids_in_trash(repo, run)]:
+    # The newest first: what rests on others goes before those, all in one visit.
+    for save in [census_of(repo, id) for id in sorted(ids_in_trash(repo, run), reverse=True)]:
         if save.state == "closed" and save.trash:
             _delete(repo, save.id, {}, now=True)
         marks = valid_marks(repo, save) if save.state == "removed" else []

@@ -29,6 +29,7 @@ from tenuto.errors import (
     TenutoError,
     typed,
 )
+from tenuto.maintenance.encoded_copy import is_whole_in
 from tenuto.maintenance.findings import Finding, numbered_findings
 from tenuto.maintenance.reading import PartRead
 from tenuto.maintenance.replica_tidy import targets
@@ -248,7 +249,7 @@ class Inspection:
 def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> Inspection:
     """Reads everything of a checkpoint except what is behind its packs' headers. `manifest`: replaces the one that is
     not in its place."""
-    mirrors = targets(repo)
+    mirrors = [place for place in targets(repo) if not is_whole_in(repo, place, id)]
     found = Inspection(id, mirrors if len(mirrors) > 1 else ())
     try:
         found.manifest = repo.manifest(id) if manifest is None else manifest

@@ -135,7 +135,7 @@ class PlaceCopy:
         if not self.repo.exists(id):
             if self.alone:
                 self.place.delete(put)
-            raise _removed(id)
+            raise removed(id)
 
     def bring_base(self, base: Base) -> None:
         """Brings a checkpoint on which another one rests: all but its manifest, which lies in the trash there until it
@@ -155,7 +155,7 @@ class PlaceCopy:
         except (CorruptionError, ObjectNotFound):
             if self.repo.exists(id):
                 raise
-            raise _removed(id) from None
+            raise removed(id) from None
 
     def _put_packs(self, manifest: Manifest, packs: Iterable[tuple[int, PackEntry]]) -> list[str]:
         """Returns the names of what was put."""
@@ -179,7 +179,7 @@ class PlaceCopy:
             self.place.delete([id.manifest])
             if self.alone:
                 raise StoreError(f"{lost[0]} was removed from {self.place.url} while {id} was copied", subject=str(id))
-            raise _removed(id)
+            raise removed(id)
 
 
 def put_small(place: Store, name: str, data: bytes, token: str = "") -> bool:
@@ -191,5 +191,5 @@ def put_small(place: Store, name: str, data: bytes, token: str = "") -> bool:
     return True
 
 
-def _removed(id: CheckpointId) -> CheckpointNotFound:
+def removed(id: CheckpointId) -> CheckpointNotFound:
     return CheckpointNotFound(f"{id} was removed while it was copied", subject=str(id))

@@ -23,6 +23,7 @@ from tenuto.engine.read.opened import open_checkpoint
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import census_of
+from tenuto.maintenance.encoded_copy import encode_again
 from tenuto.maintenance.marks import store_now
 from tenuto.maintenance.repair_plan import EVERYTHING, Mending, RepairPlan
 from tenuto.maintenance.repair_sources import Sources
@@ -151,6 +152,9 @@ def _mend(repo: Repo, one: Mending) -> bool:
     """Puts an object in its place again. Returns False where its checkpoint was removed meanwhile."""
     store, token = one.store, f"repair-{secrets.token_hex(8)}"
     assert store is not None
+    if one.kind == "copy":
+        assert one.id is not None
+        return encode_again(repo, store, one.id)
     content: Content = Bytes(one.data) if one.data is not None else _Recipe(one)
     if one.kind == "manifest":
         assert one.id is not None and one.data is not None

@@ -13,11 +13,13 @@ from tenuto.engine.read.chunk_reader import scan_threads
 from tenuto.errors import CheckpointNotFound, CorruptionError, FormatTooNew, ObjectNotFound, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import census_of
-from tenuto.maintenance.inspect import Scan, check_pack
+from tenuto.maintenance.encoded_copy import resting_on
+from tenuto.maintenance.inspect import Scan, check_pack, inspect, scan
 from tenuto.maintenance.repair_pack import PackRecipe
 from tenuto.maintenance.repair_sources import Sources
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Manifest
+from tenuto.repo.encoded_places import is_encoded_in
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, decode_table
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest
@@ -26,10 +28,12 @@ from tenuto.repo.identity import NAMES, decode, read_identity
 from tenuto.repo.refs import numbers
 from tenuto.repo.replicated.members import node_of
 from tenuto.repo.replicated.places import all_places, home_of, reporting_to, unreachable
+from tenuto.repo.repository import Repo
 from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import Entry, Store, is_leftover, is_unreadable
 
-Kind = Literal["manifest", "table", "pack", "begin", "attempt", "note", "repository"]
+Kind = Literal["manifest", "table", "pack", "begin", "attempt", "note", "repository", "copy"]
+"""copy: all of a checkpoint in a tier that stores it in another way, which is encoded again."""
 NEEDED: Final[frozenset[Kind]] = frozenset({"manifest", "table", "pack"})
 """What a checkpoint cannot be restored without."""
 REBUILT: Final = "what the other objects say"
@@ -68,6 +72,8 @@ class Mending:
 
     @property
     def repairable(self) -> bool:
+        if self.kind == "copy":
+            return bool(self.sources)
         return self.data is not None or (self.recipe is not None and self.recipe.complete)
 
     @property
@@ -186,6 +192,10 @@ class _Search:
         """Looks at one checkpoint. Returns the checkpoints whose data files it uses."""
         self._staged = []
         self._there = []
+        # A tier that stores it in another way has other bytes under the names of its tables.
+        self.places = [
+            one for one in self.sources.places() if one is self.home or not is_encoded_in(self.repo, one, id)
+        ]
         for store in self.places:
             listed = list(store.walk(id.directory, leftovers=True))
             self._staged += [(store, entry) for entry in listed if object_names.is_staged(entry.name)]
@@ -213,7 +223,39 @@ class _Search:
         for number in numbers(self.repo, directory):
             name = object_names.numbered(directory, number)
             self._small(id, "note", name, partial(_is_object, "note", name, self.repo.id))
+        for place in self.sources.places():
+            if place not in self.places:
+                self._encoded(manifest, place)
         return manifest.bases
+
+    def _encoded(self, manifest: Manifest, place: Store) -> None:
+        """Reads every byte of a checkpoint in a tier that stores it in another way. A damaged one can be made again
+        where this one is whole, and so can all that rest on it there."""
+        id, there = manifest.id, Repo(place, self.repo.id, self.repo.chunk_bytes)
+        found = inspect(there, id)
+        scan(found, on_bytes=self._advance, threads=self._threads)
+        errors = [one for one in found.findings if one.severity == "error" and one.harms_restore]
+        if not errors:
+            return
+        with suppress(CorruptionError):
+            whole = not any(one.id == id and one.harms for one in self.mendings)
+            made = whole and all(map(self.repo.exists, resting_on(there, id)))
+            source = ((self.repo.url, manifest.bytes),) if made else ()
+            first, more = errors[0], f" and {len(errors) - 1} more problems" if len(errors) > 1 else ""
+            self.mendings.append(
+                Mending(
+                    id=id,
+                    kind="copy",
+                    place=place.url,
+                    name=first.object or id.manifest,
+                    wrong=f"{first.message}{more}",
+                    missing=False,
+                    size=manifest.bytes,
+                    sources=source,
+                    copies=True,
+                    store=place,
+                )
+            )
 
     def _table(
         self, id: CheckpointId, entry: IndexEntry, *, lost: tuple[str, ...] = (), words: str = ""

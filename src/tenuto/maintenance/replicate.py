@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tenuto.errors import CheckpointNotFound, CorruptionError, RepositoryError, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
+from tenuto.maintenance.encoded_copy import copy_to, encoding_in, is_whole_in
 from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model.ids import CheckpointId
@@ -99,6 +100,8 @@ def _lacking(
                     packs[url].append((name, pack.length))
     copies = []
     for number, target in enumerate(found):
+        if number and is_whole_in(repo, target, manifest.id):
+            continue
         wanted = packs[target.url]
         small = [name for name in _small(repo, manifest) if number and not exists(target, name)]
         if wanted or small:
@@ -135,7 +138,8 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
             elif target is home_of(repo.store):
                 PlaceCopy(repo, target, advance).bring_packs(repo.manifest(copying.id), copying.packs)
             else:
-                PlaceCopy(repo, target, advance).bring(copying.id, copying.packs)
+                encoding = encoding_in(repo, target, copying.id.run)
+                copy_to(repo, target, encoding, advance).bring(copying.id, copying.packs)
         except CheckpointNotFound:
             continue
         except (CorruptionError, StoreError) as error:

@@ -27,6 +27,7 @@ from tenuto.errors import (
     StoreError,
     in_words,
 )
+from tenuto.maintenance.encoded_copy import copy_to, is_whole_in
 from tenuto.maintenance.place_copy import PlaceCopy, put_small
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import (
@@ -39,6 +40,7 @@ from tenuto.maintenance.shared_packs import (
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord
 from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion
+from tenuto.repo.encoded_places import is_encoded_in
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.lineage import latest, resolve, walk
@@ -90,21 +92,22 @@ def fill_now(repo: Repo, id: CheckpointId, report: Callable[[str], None]) -> Non
     try:
         if tiers.fills_home:
             PlaceCopy(repo, home_of(repo.store)).bring_packs(repo.manifest(id))
-        for follower in tiers.declared_followers:
-            join_follower(repo.store, follower, repo.id)
-            PlaceCopy(repo, follower).bring(id)
-            copy_refs(repo, follower)
+        for tier in tiers.tiers:
+            if tier.store in tiers.declared_followers:
+                join_follower(repo.store, tier.store, repo.id)
+                copy_to(repo, tier.store, tier.tier.encoding).bring(id)
+                copy_refs(repo, tier.store)
     except (StoreError, CorruptionError, RepositoryError) as error:
         report(f"step {id.step} is saved, and not every tier has it: {in_words(error)}")
 
 
-def copy_late_notes(repo: Repo, place: Store, run: str) -> None:
+def copy_late_notes(repo: Repo, copier: PlaceCopy, run: str) -> None:
     """Brings a follower the notes that it lacks on any checkpoint that it has. Two listings."""
-    ours, theirs = held(home_of(repo.store), run), held(place, run)
+    ours, theirs = held(home_of(repo.store), run), held(copier.place, run)
     for id, files in theirs.items():
         if object_names.MANIFEST in files:
             for file in sorted(file for file in ours.get(id, ()) if object_names.is_note(file) and file not in files):
-                PlaceCopy(repo, place).send(f"{id.directory}/{file}")
+                copier.send(f"{id.directory}/{file}")
 
 
 def copy_refs(repo: Repo, place: Store) -> None:
@@ -311,7 +314,7 @@ def heal(repo: Repo, name: str, place: Store) -> bool:
     Raises CheckpointNotFound where the checkpoint is gone, and StoreError."""
     id = object_names.save_of(name)
     assert id is not None, "it lies in a save"
-    if not _is_ours(repo, place, id):
+    if not _is_ours(repo, place, id) or is_encoded_in(repo, place, id):
         return False
     manifest, file = manifest_of(repo, id)[0], name.rpartition("/")[2]
     table = next((entry for entry in manifest.tables if entry.name == file), None)
@@ -417,8 +420,15 @@ def free_copies(repo: Repo, place: Store, ids: Iterable[CheckpointId], slower: I
     for id in ids:
         files = [file for file in place.children(id.directory).objects if has_packs(id, [file])]
         if _is_ours(repo, place, id) and any(
-            set(files) <= set(one.children(id.directory).objects) and _is_ours(repo, one, id) for one in slower
+            _has_files(repo, one, id, files) and _is_ours(repo, one, id) for one in slower
         ):
             free_in(place, id)
             gone.append(id)
     return gone
+
+
+def _has_files(repo: Repo, place: Store, id: CheckpointId, files: Iterable[str]) -> bool:
+    """Returns whether a place has these data files of a checkpoint, or the whole of it in an encoding of its own."""
+    if set(files) <= set(place.children(id.directory).objects):
+        return True
+    return is_whole_in(repo, place, id)

@@ -81,7 +81,7 @@ def commit(
     arrived: `abort` then finds out.
     """
     _assert_durable(repo, manifest, receipts, own)
-    data = encode_manifest(_signed(repo, manifest, tree), repo.id, tree)
+    data = encode_manifest(signed(repo, manifest, tree), repo.id, tree)
     try:
         objects.put(repo.store, manifest.id.manifest, data, token=manifest.save_id)
     except AlreadyExists:
@@ -95,7 +95,7 @@ def commit(
     return manifest.id
 
 
-def _signed(repo: Repo, manifest: Manifest, tree: Spelled | None) -> Manifest:
+def signed(repo: Repo, manifest: Manifest, tree: Spelled | None = None) -> Manifest:
     """Returns the manifest with its code, where the repository is sealed."""
     if repo.keys is None:
         return manifest

@@ -136,6 +136,8 @@ class Repo:
         self.observer: CommitObserver | None = None
         self.keys: RepositoryKeys | None = None
         """Open where this process has been given what opens them: then manifests and tables are authenticated."""
+        self.distrusted: set[CheckpointId] = set()
+        """Checkpoints that this process has found damaged here and read elsewhere: no save names their chunks."""
         self._warned_of_unsealed = False
         self._top: frozenset[str] | None = None
         self._hints: dict[tuple[str, int], int | None] = {}

@@ -15,8 +15,8 @@ from tenuto.errors import CheckpointNotFound, DeadlineExceeded, OwnershipError, 
 from tenuto.events import Emitter, TierLag, TierSkipped
 from tenuto.maintenance import tier_copies
 from tenuto.maintenance.census import ids_in_trash, is_run
+from tenuto.maintenance.encoded_copy import copy_to
 from tenuto.maintenance.gc import free_expired
-from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.retention import execute, plan_retention
 from tenuto.maintenance.shared_packs import packs_of
@@ -39,6 +39,8 @@ LONGEST_PAUSE_S: Final = 300.0
 NODES_S: Final = 120.0
 """How long a checkpoint is waited for whose data files other nodes are bringing."""
 LOOK_S: Final = 0.5
+TIDY_S: Final = 10.0
+"""How long one checkpoint after the other is copied before what the tier is not to keep goes."""
 TRASH_EVERY_S: Final = 3600.0
 """How often a tier's trash is looked into for what others needed, and nobody needs any more."""
 
@@ -70,6 +72,8 @@ class TierFill(ABC):
         self.rounds = BackgroundRounds(f"tenuto-tier-{tier.name}", self._round)
         self.changed = threading.Event()
         self._current: CheckpointId | None = None
+        self._copied = False
+        """Whether the last one that was taken is whole there."""
         self._waiting: list[CheckpointId] = []
         """Oldest first."""
         self._due: dict[CheckpointId, int] = {}
@@ -138,8 +142,11 @@ class TierFill(ABC):
             if not self.compared:
                 self._compare(self.attempt)
                 self.compared = True
+            began_s = time.monotonic()
             while self._copy_next():
-                pass
+                if self._copied and time.monotonic() > began_s + TIDY_S:  # else one that always lags would never be
+                    self._tidy(self.attempt)
+                    began_s = time.monotonic()
             self._tidy(self.attempt)
         except OwnershipError as error:
             self._failed(error, pause_s=float("inf"))
@@ -178,10 +185,11 @@ class TierFill(ABC):
             with self.lock:
                 self._due.pop(id, None)
         except NotHereYet:
+            self._copied = False
             self._await_nodes(id)
             return True
         with self.lock:
-            self._current = None
+            self._current, self._copied = None, whole
             if whole:
                 self.whole.add(id)
                 self._due = {one: nbytes for one, nbytes in self._due.items() if one > id}
@@ -280,6 +288,7 @@ class FollowerFill(TierFill):
         self._relied_on = relied_on
         self._elsewhere = elsewhere
         self._there = tier_copies.in_place(repo, tier.store)
+        self._copier = copy_to(repo, tier.store, tier.tier.encoding, whole=lambda: self.whole)
         self._bases = tier_copies.bases_in(self._there)
         self._catalog = Catalog()
         self._emptied_s = 0.0
@@ -376,7 +385,7 @@ class FollowerFill(TierFill):
         if half not in (None, id) and not self.tier.store.children(object_names.trash_directory(half)).objects:
             free_in(self.tier.store, half)  # nothing there rests on it
         self._half = id
-        if PlaceCopy(self.repo, self.tier.store).bring(id):
+        if self._copier.bring(id):
             self._check_owner(id, self.attempt)
         waiting = (base for base in self._bases(id) if base.run == self.run and base not in self.whole)
         self._catalog.waiting.update(dict.fromkeys(waiting))
@@ -396,9 +405,9 @@ class FollowerFill(TierFill):
     def _tidy(self, attempt: Attempt) -> None:
         tier_copies.copy_refs(self.repo, self.tier.store)
         if self.keep.metrics():  # they may come long after their checkpoint
-            tier_copies.copy_late_notes(self.repo, self.tier.store, self.run)
+            tier_copies.copy_late_notes(self.repo, self._copier, self.run)
         elif self._last is not None and self.repo.exists(self._last):
-            PlaceCopy(self.repo, self.tier.store).bring_notes(self._last)
+            self._copier.bring_notes(self._last)
         capacity, policy = self.tier.tier.capacity, self.keep
         if self._relied_on() is None:
             return  # the next round knows

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,8 @@ from tenuto.repo.repository import Repo
 from tenuto.store.contract import Content, Entry, Listing, Reader
 from tenuto.store.registry import open_store
 from tenuto.store.wrappers.delegating import DelegatingStore
-from tenuto.training import tier_worker
+from tenuto.training import tier_fill, tier_worker
+from tenuto.training.tier_fill import FollowerFill
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZE = 20_000
@@ -204,6 +206,34 @@ def test_a_process_killed_while_it_fills_a_tier_leaves_nothing_half_and_the_next
     assert_holds(slow, steps + 1)
     assert not [path for path in slow.rglob("step-*") if not (path / "manifest.json").exists()], "nothing half is left"
     assert_whole(Repo.open(open_store(slow)))
+
+
+def test_a_tier_that_always_lags_keeps_no_more_than_it_is_to(
+    fast: Path, slow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, steps = FollowerFill._copy, 12
+
+    def lagging(fill: FollowerFill, id: CheckpointId) -> bool:
+        """Ends once a newer checkpoint waits."""
+        whole, until = copy(fill, id), time.monotonic() + 60
+        while id.step < steps and not fill._waiting:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        return whole
+
+    monkeypatch.setattr(FollowerFill, "_copy", lagging)
+    monkeypatch.setattr(tier_fill, "TIDY_S", 0.0)
+    held: list[int] = []
+    with tenuto.Checkpointer(
+        Tiers(Tier(fast), Tier(slow, keep=keep.latest(1))), state := {"w": np.zeros(SIZE)}, save=every(steps=1)
+    ) as ckpt:
+        for _ in ckpt.steps(steps):
+            state["w"] += 1
+            ckpt.wait()
+            until, copied = time.monotonic() + 60, len(held)
+            while len(held) == copied and time.monotonic() < until:
+                held += [len(steps_in(slow))] if steps_in(slow) else []
+    assert max(held) <= 3, held
 
 
 def test_i7_what_is_being_copied_stays_in_the_primary_until_it_is(fast: Path, slow: Path) -> None:

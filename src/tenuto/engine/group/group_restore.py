@@ -253,7 +253,7 @@ class GroupRestore:
         outcome = RankOutcome()
         manifest, matched = self._matched(id, data, outcome)
         with ExitStack() as stack:
-            if self.group.spread:
+            if self.group.spread and manifest.stored is None:  # encoded ones lie where every rank reads
                 self._hand_over(id, manifest, matched, stack)
             node = self._shared_reads()
             if node is not None:

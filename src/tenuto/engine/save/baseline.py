@@ -68,19 +68,26 @@ class Baseline:
     def entries_for(self, plan: SavePlan, keys: Callable[[], list[tuple[Any, ...]]]) -> Column:
         """Returns for each chunk of a save of this structure the chunk at the same place, or -1. `keys`: returns the
         forms of its leaves in the order of the index; asked only where the structures differ."""
-        if self.chunk_bytes != plan.chunk_bytes:
-            return np.full(plan.chunks.total, -1, np.int64)
-        if self.fingerprint == plan.fingerprint or (rows := self.rows()) == (wanted := keys()):
+        if self.chunk_bytes == plan.chunk_bytes and self.fingerprint == plan.fingerprint:
             return np.arange(plan.chunks.total, dtype=np.int64)
-        found = np.full(plan.chunks.total, -1, np.int64)
-        counts = chunk_counts(np.array([key[0] for key in rows], np.int64), plan.chunk_bytes)
+        return self.entries_at(plan.chunks.start, plan.chunk_bytes, keys)
+
+    def entries_at(self, start: Column, chunk_bytes: int, keys: Callable[[], list[tuple[Any, ...]]]) -> Column:
+        """Does so for an index. `start`: int64 [rows + 1], the first chunk of each row, and behind them their number.
+        `keys`: as of `entries_for`."""
+        total = int(start[-1])
+        if self.chunk_bytes != chunk_bytes:
+            return np.full(total, -1, np.int64)
+        if (rows := self.rows()) == (wanted := keys()):
+            return np.arange(total, dtype=np.int64)
+        found = np.full(total, -1, np.int64)
+        counts = chunk_counts(np.array([key[0] for key in rows], np.int64), chunk_bytes)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         known = {key: number for number, key in enumerate(rows)}
         for leaf, key in enumerate(wanted):
             before = known.get(key)
             if before is not None:
-                begin, end = int(plan.chunks.start[leaf]), int(plan.chunks.start[leaf + 1])
-                found[begin:end] = np.arange(int(starts[before]), int(starts[before + 1]))
+                found[int(start[leaf]) : int(start[leaf + 1])] = np.arange(int(starts[before]), int(starts[before + 1]))
         return found
 
     def find(self, content: bytes, raw: int) -> int | None:
@@ -109,6 +116,8 @@ def keys_of(index_rows: ShapeRows, paths: Sequence[str], length: Column) -> list
 
 def baseline_of(repo: Repo, id: CheckpointId, rank: int) -> Baseline | None:
     """Returns the baseline that a committed checkpoint is; None where it cannot be read, or has no such rank."""
+    if id in repo.distrusted:
+        return None
     try:
         manifest = repo.manifest(id)
         if rank >= len(manifest.indexes):

@@ -35,8 +35,8 @@ class Written(NamedTuple):
     sizes: Column
     digests: np.ndarray[Any, np.dtype[np.uint8]]
     codecs: Sequence[str]
-    master: Column
-    rounded: np.ndarray[Any, np.dtype[np.uint8]]
+    master: Column | None = None
+    rounded: np.ndarray[Any, np.dtype[np.uint8]] | None = None
 
 
 def joined(
@@ -44,6 +44,8 @@ def joined(
 ) -> tuple[StoredChunks, tuple[PackEntry, ...]]:
     """Returns where the chunks lie, and the packs: those of this save, then those of others that are named."""
     table, packs = _joined(own, written, baseline)
+    if own.master is None or own.rounded is None:
+        return table, packs
     copies = np.flatnonzero(own.master >= 0)
     if not len(copies):
         return table, packs

@@ -133,6 +133,7 @@ def _one_of(*known: str) -> Kind:
     return Kind(name, f'"{known[0]}"', read, is_text=True)
 
 
+ENCODING: Final = _one_of("plain", "dedupe", "auto", "small")
 TEXT: Final = Kind("text", '"main"', _text, is_text=True)
 PLACE: Final = Kind("a path, a URL or a list of them", '"/shared/ckpts"', _place, is_text=True, is_path=True)
 TEXTS: Final = Kind("a list of texts", '["hung=stop"]', _texts)
@@ -249,6 +250,9 @@ TIERS: Final = Table(
             "The first tier is waited for; the others are filled in the background."),
         Key("bandwidth", RATE, "Tier.bandwidth", "The most that is written to it.",
             "Without it, as fast as it takes; a limit leaves a shared network to training.", unit="bytes/s"),
+        Key("encoding", ENCODING, "Tier.encoding",
+            "How it stores what it gets, where saves do not wait for it.",
+            "By default as it was saved; a slow or costly place holds several times as many when they are small."),
     ),
     "Tiers",
     "The locations of one repository, fastest first, instead of `where`.",
@@ -283,7 +287,7 @@ KEYS: Final[tuple[Key | Table, ...]] = (
         "By default seconds for a process of this host, a minute for another.", unit="seconds"),
     Key("memory_budget", SIZE, "Checkpointer.memory_budget", "Host memory that saving may use.",
         "Without it, what `in_flight` and `memory` need.", unit="bytes"),
-    Key("encoding", _one_of("plain", "dedupe", "auto", "small"), "Checkpointer.encoding",
+    Key("encoding", ENCODING, "Checkpointer.encoding",
         "How bytes are stored: as they are, only what is new, compressed where that is faster, or as small as can be.",
         "Every tool reads plain files; the others save space.", '"plain"'),
     Key("key", TEXT, "Checkpointer.key", "The key file of a sealed repository, or env:NAME, never the key itself.",

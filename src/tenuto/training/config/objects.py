@@ -31,6 +31,7 @@ _CLASSES: Final[Mapping[str, str]] = {
 }
 """Where the locations' classes are: none is imported by a training that has one directory."""
 _OF_LOCATION: Final = ("where", "kind", "part", "copies", "node", "cache", "tiers")
+_OF_TIER: Final = ("name", "per_node", "capacity", "wait", "bandwidth", "encoding")
 _ALIASES: Final = ("save_top_k", "monitor", "mode", "save_last", "max_to_keep")
 _INTERVALS: Final = ("steps", "minutes", "hours", "epochs", "stall", "auto", "mtbf_hours")
 _SPANS: Final = ("hourly", "daily", "weekly", "monthly", "yearly")
@@ -118,7 +119,7 @@ def location(document: Document) -> Where:
     if "tiers" in values:
         tiers = []
         for one in values["tiers"]:
-            more = {name: one[name] for name in ("name", "per_node", "capacity", "wait", "bandwidth") if name in one}
+            more = {name: one[name] for name in _OF_TIER if name in one}
             if "save" in one:
                 more["save"] = save_policy({**one["save"], "end": False, "signal": False})
             if "keep" in one:
@@ -239,6 +240,12 @@ def _check_locations(document: Document) -> None:
             before = [_identity(one[name]) for one in tiers[:number] if name in one]
             if name in tier and _identity(tier[name]) in before:
                 document.add((*place, name), f"two tiers have the same {name}", f"another {name}, or one tier")
+        if tier.get("encoding", "plain") != "plain" and (tier is main or tier.get("wait", not number)):
+            why = "saves wait for it" if tier.get("wait", not number) else "it is the primary"
+            document.add(
+                (*place, "encoding"), f"a tier cannot have an encoding of its own where {why}",
+                'put it below a tier that is filled in the background, or say encoding = "…" for all saves',
+            )  # fmt: skip
         if tier.get("per_node") and number:
             document.add((*place, "per_node"), "only the first tier can be per_node", "put it first: the fastest is")
     if main is None:
