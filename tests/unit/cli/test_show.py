@@ -262,6 +262,17 @@ def test_show_says_how_an_encoded_checkpoint_is_stored(cli, place):
     assert "named_bytes" not in out
 
 
+def test_data_files_of_an_earlier_checkpoint_are_looked_for_in_its_directory(cli, tmp_path):
+    places = tenuto.Mirror(str(tmp_path / "one"), str(tmp_path / "two"))
+    state = {"frozen": np.arange(50_000.0)}
+    with tenuto.Checkpointer(places, state, save=every(steps=1), keep=keep.all(), encoding="dedupe") as ckpt:
+        for _ in ckpt.steps(2):
+            pass
+    out = cli("show", tmp_path / "one")[1]
+    assert "rests on" in out and "no location" not in out
+    assert len(re.findall(r"data files in +\S+: (\d) of \1", out)) == 2
+
+
 def test_show_says_nothing_of_it_where_a_checkpoint_is_stored_as_it_is(cli, made):
     _, out, _ = cli("show", made, "--run", "gpt")
     assert "stored" not in out

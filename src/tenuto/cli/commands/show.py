@@ -204,7 +204,7 @@ def _packs_by_place(repo: Repo, manifest: Manifest, loaded: Contents) -> dict[st
         return None
     found: Counter[str] = Counter()
     for pack in (pack for index in loaded.indexes for pack in index.packs):
-        urls = [store.url for store in copies_of(repo.store, f"{manifest.id.directory}/{pack.name}")]
+        urls = [store.url for store in copies_of(repo.store, f"{(pack.at or manifest.id).directory}/{pack.name}")]
         found.update(urls or [""])
     return dict(found)
 
