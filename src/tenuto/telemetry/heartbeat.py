@@ -30,6 +30,8 @@ STARTING, TRAINING, ENDING, ENDED = "starting", "training", "ending", "ended"
 likes."""
 RUN_FILE: Final = "run"
 """Beside the beats: where the first rank's checkpoints lie; on lines of their own the run's name, and each place."""
+EMERGENCY_FILE: Final = "emergency"
+"""Beside the beats: where the state goes if the store does not take it, a URL a line."""
 REQUEST_FILE: Final = "save"
 """Beside the beats: why the supervisor asks for a save."""
 _PHASES: Final = (STARTING, TRAINING, ENDING, ENDED)
@@ -126,6 +128,12 @@ class Heartbeat:
         if self._faults is not None:
             self._faults.state = state
 
+    def tell_emergency(self, urls: Sequence[str]) -> None:
+        """Says where the state goes if its store does not take it; the first rank does."""
+        if self.on and self._directory is not None and not self._rank:
+            with contextlib.suppress(OSError):
+                (self._directory / EMERGENCY_FILE).write_bytes(os.fsencode("\n".join(urls)))
+
     def beat(self, step: int, phase: str = TRAINING) -> None:
         if self._memory is None or os.getpid() != self._pid:
             return
@@ -196,6 +204,14 @@ def read_run(directory: Path) -> tuple[str, str] | None:
 def read_places(directory: Path) -> list[str]:
     """Returns the URLs of all stores that have a part of what is trained; none before a Checkpointer is built."""
     return _run_lines(directory)[2:]
+
+
+def read_emergency(directory: Path) -> list[str]:
+    """Returns the URLs of the emergency places of what is trained, in order."""
+    try:
+        return os.fsdecode((directory / EMERGENCY_FILE).read_bytes()).split("\n")
+    except OSError:
+        return []
 
 
 def _run_lines(directory: Path) -> list[str]:

@@ -43,6 +43,7 @@ from tenuto.state.restore.match import match_state
 from tenuto.state.tree import KEYED, items, kind_of
 from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
+from tenuto.training.emergency import EmergencyPlaces
 from tenuto.training.fresh_start import left_behind, warn_of_fresh_start
 from tenuto.training.tier_worker import TierWorker
 
@@ -114,6 +115,7 @@ class RunClaim:
         self.on_restored: Callable[[], None] | None = None
         """Called when restoring is done, also where there was nothing to restore."""
         self.tiers: TierWorker | None = None
+        self.emergency: EmergencyPlaces | None = None
         self.on_claimed: Callable[[Restored | None], None] | None = None
         """Called with what was restored, once the run is claimed."""
         self._outcome: list[Event] = []
@@ -167,6 +169,8 @@ class RunClaim:
         self._close_own()  # before the state, which may be its own, and the random generators are restored
         if self.tiers is not None and self._group.coordinates:
             self.tiers.catch_up(self._resume_from)
+        if self.emergency is not None and self._resume_from == "latest":
+            self.emergency.take_over(takeover=self._takeover, wait_s=self._wait_s, waiting=self._emitter.emit)
         self._watch = self._watch or OwnerWatch(self._repo, self._run)
 
     def _chosen(self) -> tuple[RestoreResult | None, tuple[Skipped, ...]]:

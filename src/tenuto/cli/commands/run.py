@@ -60,6 +60,10 @@ def run(
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help="To leave in, when asked to.")] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",
+    emergency: Annotated[
+        list[str] | None,
+        typer.Option("--emergency", metavar="PLACE", help="Where the state goes if its store does not take it."),
+    ] = None,
     journal: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
     record: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
     notify: Annotated[
@@ -99,7 +103,8 @@ def run(
         ),
         journal=journal,
         json=json,
-        at_end=lambda places: remedies.flush([where] if where else places, _line),
+        at_end=lambda places, others: remedies.flush([where] if where else places, others, _line),
+        emergency=emergency or (),
         recovery=Recovery(rules, remedies.roll_back, remedies.repair, sizes),
         notify=notify or settings.get("notify", ()),
         watching=partial(
@@ -206,21 +211,25 @@ def supervised(
     *,
     journal: str,
     json: bool,
-    at_end: Callable[[Sequence[str]], str | None] = lambda places: None,
+    at_end: Callable[[Sequence[str], Sequence[str]], str | None] = lambda places, emergency: None,
     recovery: Recovery | None = None,
     notify: Sequence[str] = (),
     injector: Injector | None = None,
     watching: Callable[[Journal], Watching] | None = None,
+    emergency: Sequence[str] = (),
 ) -> Account:
-    """Runs a command to its end, with a line on stderr for what happens. Raises UsageError where it cannot be run."""
+    """Runs a command to its end, with a line on stderr for what happens. `emergency`: places for what trains there,
+    where its script names none. Raises UsageError where it cannot be run."""
     from tenuto.supervisor.journal import Journal, default_path
     from tenuto.supervisor.notify import Notifier, urls_of
     from tenuto.supervisor.strategies import Recovery
     from tenuto.supervisor.supervise import Supervisor
     from tenuto.telemetry.heartbeat import CHAOS
+    from tenuto.training.emergency import VARIABLE as EMERGENCY
 
     environment = {name: value for name, value in os.environ.items() if name != CHAOS}
     environment |= {CHAOS: "1"} if injector is not None else {}
+    environment |= {EMERGENCY: ";".join(emergency)} if emergency else {}
     path = Path(journal) if journal else default_path(os.getpid())
     noted = Journal(path, _line)
     supervisor = Supervisor(

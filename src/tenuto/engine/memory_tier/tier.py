@@ -16,7 +16,7 @@ from typing import Final
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.common_states import common_states
-from tenuto.engine.memory_tier.eligibility import Candidate, eligible_images
+from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, eligible_images
 from tenuto.engine.memory_tier.image_store import Image, open_image
 from tenuto.engine.memory_tier.listing import free_room, kept_by_others, passed_over, remove_image, shortage
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, SealHolder, encode_seal, new_seal, newest
@@ -235,6 +235,15 @@ class MemoryTier:
         if image is None or image.footer != candidate.footer:
             raise CorruptionError(f"{file.name} has changed", subject=file.name)
         return image
+
+    def newest_image(self) -> Image | None:
+        """Returns the newest image that is complete on all ranks, which the caller closes before another is taken; None
+        where there is none. CorruptionError where it is not what was sealed."""
+        footer, pool = self.sealed, self._pool
+        slot = next((one for one in pool.slots if one.footer == footer), None) if footer is not None and pool else None
+        if slot is None or footer is None:
+            return None
+        return self.open(Candidate(slot, footer, EligibleImage(None, durable=False)))
 
     def take_over(self, candidate: Candidate | None) -> None:
         """Notes that training resumes from this image (None: from none of them), once the run is claimed."""
