@@ -124,7 +124,6 @@ def save_there(
         saver.save(flattened, step, wait=True, about=about, handle=handle, eager=True)
         if handle.error is not None:
             raise handle.error
-        crashpoint("saved in an emergency place")
         return handle.id
     finally:
         saver.close()
@@ -226,11 +225,11 @@ def take_over(repo: Repo, run: str, urls: Iterable[str], *, report: Report, **op
         if one.obsolete or (made is not None and one.id == made[0].id):
             free_in(one.there.store, one.id)
         elif one is not chosen and isinstance(one.verdict, str):
+            word = f"{run}/a{one.id.attempt}/{one.id.step}"
             report(
                 f"step {one.id.step} of run {run} in the emergency place {one.there.url} is left alone: {one.verdict}; "
-                f"`{typed('tenuto', 'cp', one.there.url, f'{run}/a{one.id.attempt}/{one.id.step}', repo.url)} --to-run "
-                f"NEWRUN` takes it, `{typed('tenuto', 'rm', one.there.url, f'{run}/a{one.id.attempt}/{one.id.step}')}` "
-                "removes it"
+                f"`{typed('tenuto', 'cp', one.there.url, word, repo.url)} --to-run NEWRUN` takes it; it goes with its "
+                f"directory {one.id.directory} there"
             )
     if made is None:
         return None
@@ -271,7 +270,6 @@ def _taken_over(
     copier = CheckpointCopier(there, attempt, shares=False, emitter=Emitter())
     try:
         copier.write(id, id.step)
-        crashpoint("emergency checkpoint copied, not visible")
         made = copier.show()[0].id
         crashpoint("emergency checkpoint taken over, still in its place")
         return chosen, made

@@ -468,6 +468,8 @@ class RunSaver:
     def give_back(self, timeout: float) -> None:
         """Writes the notes that are left and gives run and memory back, within `timeout` seconds. Raises errors of the
         store, and DeadlineExceeded."""
+        if self.emergency.rescued is not None:
+            timeout = min(timeout, self.emergency.after_s)
         until = time.monotonic() + timeout
         self.totals.end()
         self._write_notes(timeout / 2)
