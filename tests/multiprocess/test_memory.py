@@ -74,6 +74,11 @@ def from_memory(job: list[Life], step: int) -> None:
     assert all(life.source.startswith(f"from memory, step {step}, sealed ") for life in job)
 
 
+def data_file(where: Path, rank: int) -> Path:
+    (found,) = where.glob(f"runs/main/a0001/step-00000010/rank-{rank:05d}*.safetensors")
+    return found
+
+
 def image_of(root: Path, rank: int, step: int) -> tuple[Path, FoundImage]:
     with mock.patch.object(slots, "SHARED_MEMORY", str(root)):
         found = next(one for one in images() if one.footer and (one.footer.rank, one.footer.id.step) == (rank, step))
@@ -247,6 +252,44 @@ def test_each_node_has_its_own_memory(where: Path, root: Path) -> None:
         last = live(where, roots=[root, another])
     assert [(life.status, life.began) for life in last] == [(0, 14)] * 2, "the node of rank 1 is another one"
     right(first, second, third, last)
+
+
+def test_where_one_node_is_lost_the_others_read_nothing_of_a_step_that_is_durable(where: Path, root: Path) -> None:
+    """The data file of the rank that has its image is damaged in the store, and nobody needs it."""
+    with shared_memory() as other:
+        first = live(where, ends={rank: Ends(step=10, settled=True) for rank in (0, 1)}, roots=[root, other])
+    change(data_file(where, 0), 9000)
+    with shared_memory() as another:
+        last = live(where, roots=[root, another], health=False)
+    assert [(life.status, life.began, life.skipped) for life in last] == [(0, 10, [])] * 2
+    for life in last:
+        assert life.memory[1] == 0 and life.memory[0] == life.nbytes[0] > 0, "what rank 0 has is all it needs"
+        assert life.nbytes[1] > 0
+    right(first, last)
+    change(data_file(where, 0), 9000)  # whole again
+
+
+@pytest.mark.parametrize("harm", ["tampered", "described wrongly"])
+def test_what_is_damaged_in_memory_is_read_from_the_store(where: Path, root: Path, harm: str) -> None:
+    with shared_memory() as other:
+        first = live(where, ends={rank: Ends(step=10, settled=True) for rank in (0, 1)}, roots=[root, other])
+    path, found = image_of(root, 0, 10)
+    assert found.footer is not None
+    change(path, found.footer.image // 2 if harm == "tampered" else found.footer.image + 200)
+    with shared_memory() as another:
+        last = live(where, roots=[root, another])
+    assert [(life.status, life.began, life.skipped) for life in last] == [(0, 10, [])] * 2
+    assert not last[0].memory or last[0].memory[0] < last[0].nbytes[0]
+    right(first, last)
+
+
+def test_another_number_of_ranks_takes_what_it_has_in_memory(where: Path, root: Path) -> None:
+    """Three ranks become two on the same machine: their parts are others, and what all had is not looked for again."""
+    first = live(where, 3, ends={rank: Ends(step=10, settled=True) for rank in range(3)})
+    last = live(where, 2)
+    assert [(life.status, life.began) for life in last] == [(0, 10)] * 2
+    assert not any(life.memory for life in last), "the images are those of other ranks"
+    right(first)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1)])

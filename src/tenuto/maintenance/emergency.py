@@ -215,7 +215,7 @@ def take_over(repo: Repo, run: str, urls: Iterable[str], *, report: Report, **op
         try:
             found += within(ANSWER_S, f"looking into {url}", partial(find, repo, run, url), subject=url)
         except (StoreError, RepositoryError, CorruptionError, DeadlineExceeded) as error:
-            report(f"what may lie in the emergency place {url} is not taken over: {error.message}")
+            report(f"what may lie in the emergency location {url} is not taken over: {error.message}")
     eligible = [one for one in found if isinstance(one.verdict, EligibleImage)]
     chosen = max(eligible, key=lambda one: (one.id.attempt, one.id.step), default=None)
     if chosen is not None and _is_newer_in_memory(repo, chosen.id):
@@ -227,9 +227,9 @@ def take_over(repo: Repo, run: str, urls: Iterable[str], *, report: Report, **op
         elif one is not chosen and isinstance(one.verdict, str):
             word = f"{run}/a{one.id.attempt}/{one.id.step}"
             report(
-                f"step {one.id.step} of run {run} in the emergency place {one.there.url} is left alone: {one.verdict}; "
-                f"`{typed('tenuto', 'cp', one.there.url, word, repo.url)} --to-run NEWRUN` takes it; it goes with its "
-                f"directory {one.id.directory} there"
+                f"step {one.id.step} of run {run} in the emergency location {one.there.url} is left alone: "
+                f"{one.verdict}; `{typed('tenuto', 'cp', one.there.url, word, repo.url)} --to-run NEWRUN` takes it; "
+                f"it goes with its directory {one.id.directory} there"
             )
     if made is None:
         return None
@@ -239,7 +239,7 @@ def take_over(repo: Repo, run: str, urls: Iterable[str], *, report: Report, **op
             run, made[0].id.attempt, made[0].id.step,
         ):  # fmt: skip
             remove_image(image)
-    report(f"took over step {made[1].step} of run {run} from the emergency place {made[0].there.url}: {made[1]}")
+    report(f"took over step {made[1].step} of run {run} from the emergency location {made[0].there.url}: {made[1]}")
     return made[1]
 
 
@@ -349,10 +349,10 @@ def flush_anywhere(urls: Iterable[str], report: Report) -> str | None:
             saved = flush_there(url, report)
         except (TenutoError, OSError) as error:
             if isinstance(error, OwnershipError):
-                report(f"nothing goes to the emergency place {url}: {in_words(error)}")
+                report(f"nothing goes to the emergency location {url}: {in_words(error)}")
                 return None
-            report(f"the emergency place {url} does not take it either: {in_words(error)}")
+            report(f"the emergency location {url} does not take it either: {in_words(error)}")
             continue
         if saved is not None:
-            return f"{saved} in the emergency place {url}, from which the next start takes it over"
+            return f"{saved} in the emergency location {url}, from which the next start takes it over"
     return None

@@ -128,7 +128,7 @@ class Heartbeat:
         if self._faults is not None:
             self._faults.state = state
 
-    def tell_emergency(self, urls: Sequence[str]) -> None:
+    def note_emergency(self, urls: Sequence[str]) -> None:
         """Says where the state goes if its store does not take it; the first rank does."""
         if self.on and self._directory is not None and not self._rank:
             with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.save.commit_protocol import SoloCommit
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.rank_group import RankGroup
-from tenuto.errors import RankFailed, RanksDisagree, RanksError, TenutoError, UsageError, in_words
+from tenuto.errors import RanksDisagree, RanksError, TenutoError, UsageError, in_words
 from tenuto.maintenance import emergency
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.ranks.agreement import Agreement
@@ -103,7 +103,7 @@ class EmergencyPlaces:
         with self._group.round("emergency") as round:
             if self._group.coordinates:
                 round.broadcast(json.dumps([url for url in self._all if self._announced(url, attempt)]).encode())
-            urls = json.loads(round.receive(self._group.timeout_s, "the emergency places"))
+            urls = json.loads(round.receive(self._group.timeout_s, "the emergency locations"))
         self.urls = []
         for url in urls:
             try:
@@ -111,17 +111,17 @@ class EmergencyPlaces:
                 self.urls.append(url)
             except RanksDisagree as error:
                 if self._group.coordinates:
-                    self._report(f"{error.message}: it is no emergency place of this job, whose ranks have to share it")
+                    self._report(f"{error.message}: all ranks have to share an emergency location, and it is not used")
 
     def _announced(self, url: str, attempt: Attempt) -> bool:
         if self._repo.had(object_names.KEYS):
-            self._report(f"{url} is no emergency place of {self._repo.url}, which is sealed: nothing goes there")
+            self._report(f"{self._repo.url} is sealed, so nothing of it goes to the emergency location {url}")
             return False
         try:
             work = partial(emergency.prepare, self._repo, url, attempt)
             within(emergency.ANSWER_S, f"announcing the run in {url}", work, subject=url)
         except (TenutoError, OSError) as error:
-            self._report(f"the emergency place {url} cannot be used: {in_words(error)}")
+            self._report(f"the emergency location {url} cannot be used: {in_words(error)}")
             return False
         return True
 
@@ -136,15 +136,14 @@ class EmergencyPlaces:
                 error = self._rescued_in(url, state, error)
                 if error is None:
                     return
-                self._report(f"the emergency place {url} does not take step {step} either: {in_words(error)}")
+                self._report(f"the emergency location {url} does not take step {step} either: {in_words(error)}")
         except RanksError as trouble:
-            self._report(f"step {step} goes to no emergency place: {in_words(trouble)}")
+            self._report(f"step {step} goes to no emergency location: {in_words(trouble)}")
 
     def _rescued_in(self, url: str, state: _State, error: BaseException | None) -> BaseException | None:
         """Returns why the place has not taken the state, None where it has, or nothing was to be done."""
         if self._group.world_size == 1:
-            assert error is not None, "not saved"
-            return self._save_in(url, state, error, None)
+            return self._save_in(url, state, None)
         # A session for each try: one that was cut off may have opened rounds on some ranks and not on others.
         facts, deadline_s = {"emergency": url, "step": str(state.step)}, self.patience_s + MEETING_S
         with Agreement.open(self._ranks, facts, deadline_s) as agreement:
@@ -153,13 +152,9 @@ class EmergencyPlaces:
                 verdict = round.vote(error is None, why, deadline_s, "an emergency save")
             if verdict:
                 return None
-            rank, why = min(verdict.reasons.items())
-            refused = error or RankFailed(f"rank {rank}: {why}", subject=f"rank {rank}", ranks=(rank,))
-            return self._save_in(url, state, refused, agreement)
+            return self._save_in(url, state, agreement)
 
-    def _save_in(
-        self, url: str, state: _State, refused: BaseException, agreement: Agreement | None
-    ) -> BaseException | None:
+    def _save_in(self, url: str, state: _State, agreement: Agreement | None) -> BaseException | None:
         attempt, there = self._attempt, emergency.open_place(url, self._repo)
         assert attempt is not None, "announced"
         protocol = SoloCommit(there) if agreement is None else GroupCommit(there, agreement)
@@ -177,8 +172,8 @@ class EmergencyPlaces:
             return error
         if self._group.coordinates:
             self._report(
-                f"step {state.step} of run {self._run} is saved in the emergency place {url}, from which the next "
-                f"start takes it over: {self._repo.url} did not take it ({in_words(refused)})"
+                f"step {state.step} of run {self._run} is saved in the emergency location {url}, from which the next "
+                f"start takes it over: {self._repo.url} did not take it"
             )
         return None
 

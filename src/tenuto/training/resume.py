@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from tenuto.crashpoints import crashpoint
+from tenuto.engine.group.group_restore import GroupRestore
 from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.image_store import Image
 from tenuto.engine.memory_tier.memory_restore import MemoryRestore
@@ -104,6 +105,8 @@ class RunClaim:
             else None
         )
         """The restore from what an earlier process left in memory."""
+        if isinstance(self._restorer, GroupRestore) and memory is not None and self.memory_restore is not None:
+            self._restorer.local = memory.local_state
         self.restored: Restored | None = None
         self._watch: OwnerWatch | None = None
         """Begun before the restore, so that a lease that no longer changes runs out meanwhile."""
@@ -424,6 +427,10 @@ class RunClaim:
     def _resumed(self, result: RestoreResult) -> Resumed:
         image = self.restored_image
         read = places_read(self._repo.store, result.id.directory)
+        in_memory = None if result.ranks is None else result.ranks.parts.get("memory_bytes")
+        if in_memory is not None:
+            some = f" ({sum(map(bool, in_memory.each))} of {len(in_memory.each)})" if in_memory.each else ""
+            read = [f"the memory of ranks{some}", *(read or [self._repo.url])]
         where, age_s = " and ".join(read) or self._repo.url, None if image is None else image.footer.age_s
         base = None if image is None else image.verdict.base
         return Resumed(result.id, where, result.bytes, result.seconds, age_s, base, self._verdict())

@@ -205,7 +205,7 @@ class RunSaver:
         self.heartbeat.beat(first_step if at is None else at)
         self.tiers.begin(attempt)
         self.emergency.announce(attempt)
-        self.heartbeat.tell_emergency(self.emergency.urls)
+        self.heartbeat.note_emergency(self.emergency.urls)
         if self._optimum is not None and self._coordinates:
             self._optimum.begin(self.repo, self.run, attempt.number)
         if restored is not None:

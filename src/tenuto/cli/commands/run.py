@@ -62,7 +62,7 @@ def run(
     deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",
     emergency: Annotated[
         list[str] | None,
-        typer.Option("--emergency", metavar="PLACE", help="Where the state goes if its store does not take it."),
+        typer.Option("--emergency", metavar="WHERE", help="Where the state goes if its store does not take it."),
     ] = None,
     journal: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
     record: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",

@@ -17,11 +17,12 @@ from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.common_states import common_states
 from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, eligible_images
-from tenuto.engine.memory_tier.image_store import Image, open_image
+from tenuto.engine.memory_tier.image_store import Image, open_image, parts_of
 from tenuto.engine.memory_tier.listing import free_room, kept_by_others, passed_over, remove_image, shortage
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, SealHolder, encode_seal, new_seal, newest
 from tenuto.engine.memory_tier.slot_file import LastingSlot, take_slots
 from tenuto.engine.memory_tier.slot_pool import MemorySlot, SlotPool
+from tenuto.engine.read.local_state import LocalState
 from tenuto.engine.save.job import Job
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.engine.staging.plan import SavePlan
@@ -235,6 +236,18 @@ class MemoryTier:
         if image is None or image.footer != candidate.footer:
             raise CorruptionError(f"{file.name} has changed", subject=file.name)
         return image
+
+    def local_state(self, id: CheckpointId) -> LocalState | None:
+        """Returns what this rank has sealed of a checkpoint, before the claim; None where it has nothing that can be
+        read. To be closed."""
+        for slot, footer in self.own_images():
+            if footer.repository == self._repo.id and footer.id == id:
+                try:
+                    image = self.open(Candidate(slot, footer, EligibleImage(None, durable=False)))
+                    return LocalState(parts_of(image), image.close)
+                except (CorruptionError, OSError):
+                    continue  # it is read from the store
+        return None
 
     def newest_image(self) -> Image | None:
         """Returns the newest image that is complete on all ranks, which the caller closes before another is taken; None

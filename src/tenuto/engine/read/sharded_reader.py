@@ -24,6 +24,7 @@ from tenuto.engine.read.choose import FullLeaves
 from tenuto.engine.read.chunk_reader import threads_for
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
 from tenuto.engine.read.leaf_reader import LeafReader, MemorySink
+from tenuto.engine.read.local_state import LocalState, Part, is_saved
 from tenuto.engine.read.node_share import NodeSharedReads, PackRanges
 from tenuto.engine.read.packs import OpenPack, open_pack
 from tenuto.errors import CorruptionError, ShardMismatch, StoreError, typed
@@ -164,6 +165,10 @@ class ReadSegments:
         self._sinks = sinks
         self._targets: dict[int, BoxTarget] = {}
         count, _ = runs(plan, saved, wanted)
+        self._private = private
+        self._wants = self._at = np.zeros(0, np.int64)
+        """What each run is for: a line of `wanted`, or below 0 a private leaf, the first of which is -1; and from which
+        of its bytes on."""
         self.runs = self._runs(plan.take(np.flatnonzero(count == 1)), private)
         self._plan = plan
         self._to_cut = np.flatnonzero(count > 1).tolist()
@@ -175,6 +180,35 @@ class ReadSegments:
     def finish(self) -> None:
         for target in self._targets.values():
             target.finish()
+
+    def take(
+        self, local: LocalState, part: Callable[[int], Part], chunks: Callable[[int], ChunkMap], threads: int
+    ) -> None:
+        """Fills from memory what lies there, verified, and leaves out the runs that have arrived that way. `part`:
+        returns what is wanted, by its number in `_wants`; `chunks`: the chunks of a rank's rows."""
+        runs, arrived = self.runs, np.zeros(len(self.runs), np.bool_)
+        found = {want: local.find(part(want), self._nbytes(want)) for want in np.unique(self._wants).tolist()}
+
+        def work(run: int) -> None:
+            data = found[self._wants.item(run)]
+            if data is None:
+                return
+            first, stop, at = runs.first.item(run), runs.stop.item(run), self._at.item(run)
+            piece = data[at : at + stop - first]
+            if is_saved(chunks(runs.saver.item(run)), runs.row.item(run), first, stop, piece):
+                buffer = runs.sinks[run].buffer
+                if buffer is None:
+                    runs.sinks[run].fill(piece)
+                else:
+                    np.positive(piece, out=buffer)
+                arrived[run] = True
+
+        parallel_for(work, list(range(len(runs))), threads)
+        local.taken += int((runs.stop - runs.first)[arrived].sum())
+        self.runs = runs.take(np.flatnonzero(~arrived))
+
+    def _nbytes(self, want: int) -> int:
+        return self._private[-1 - want][2] if want < 0 else int(self._wanted.nbytes()[want])
 
     def _target(self, line: int) -> BoxTarget:
         found = self._targets.get(line)
@@ -195,6 +229,8 @@ class ReadSegments:
                 sinks.append(self._sinks[places[line]])
             else:
                 sinks.append(MemorySink(self._target(line).memory[at : at + length]))
+        self._wants = np.concatenate([want, -1 - np.arange(len(private))])
+        self._at = np.concatenate([found.target, np.zeros(len(private), np.int64)])
         have = plan.saved[found.line]
         rank, row, length = (np.array([one[at] for one in private], np.int64) for at in range(3))
         return ContiguousReads(
@@ -242,10 +278,11 @@ class ShardedReader:
         private = self._of(self._own).private if self._own is not None else None
         self.full = FullLeaves(self._specs(private), private)
 
-    def read(self, prepared: Prepared, node: NodeSharedReads | None = None) -> int:
+    def read(self, prepared: Prepared, node: NodeSharedReads | None = None, local: LocalState | None = None) -> int:
         """Fills every sink; returns the bytes that were wanted.
 
         node: shared reads with the other ranks of the node, each of which calls this too.
+        local: what this rank has in memory, which is not read.
 
         Raises CorruptionError, which names the leaf, the pack and the offset, and ShardMismatch, which names a leaf
         that the checkpoint does not hold completely.
@@ -254,6 +291,17 @@ class ShardedReader:
         self._total = int(wanted.nbytes().sum()) + sum(self.full.specs[leaf].nbytes for leaf, _ in private)
         sinks = [sink for _, sink, _ in shared]
         segments = ReadSegments(plan, saved, wanted, sinks, self._private(private))
+        if local is not None and self._repo.keys is None:
+            specs = self.full.specs
+
+            def part(want: int) -> Part:
+                if want < 0:
+                    return Part.of(specs[private[-1 - want][0]], private=True)
+                leaf, _, box = shared[int(wanted.row[want])]
+                spec = specs[leaf]
+                return Part(spec.path, spec.dtype, Box.whole(spec.shape) if box is None else box, private=False)
+
+            segments.take(local, part, lambda saver: ChunkMap.of(self._of(saver)), self._threads.copy)
         if node is None:
             self._read_all(segments)
         else:
