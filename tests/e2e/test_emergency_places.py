@@ -240,6 +240,30 @@ def test_a_supervisor_that_gives_up_puts_it_there_and_its_next_start_takes_it_ov
     assert second.stdout == untouched(tmp_path, environment)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
+def test_a_newer_state_in_memory_is_resumed_from(tmp_path: Path, environment: dict[str, str]) -> None:
+    """The second process cannot reach the emergency place, resumes from memory, and is killed before it has saved."""
+    loop = LOOP.replace("**more)", "memory=every(steps=1), **more)")
+    ran(tmp_path, loop, environment, status=143, KIND="full")
+    answers(tmp_path)
+    (tmp_path / "other").rename(tmp_path / "unplugged")
+    (tmp_path / "other").touch()
+    killed = """
+        if step == 12:
+            while ckpt.stats.kept_in_memory < 4:
+                time.sleep(0.01)
+            os.kill(os.getpid(), 9)
+        if step == 7 and"""
+    second = ran(tmp_path, loop.replace("\n        if step == 7 and", killed), environment, status=-9)
+    assert re.search(r"resumed run main at step [67] from memory", second.stderr), second.stderr
+    (tmp_path / "other").unlink()
+    (tmp_path / "unplugged").rename(tmp_path / "other")
+    third = ran(tmp_path, loop, environment)
+    assert "took over" not in third.stderr, third.stderr
+    assert re.search(r"resumed run main at step 1[0-2] from memory", third.stderr), third.stderr
+    assert third.stdout == untouched(tmp_path, environment)
+
+
 def test_a_place_that_cannot_be_used_is_said_at_the_start_and_the_next_one_is_used(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -21,7 +21,7 @@ from tenuto.concurrency.deadlines import while_moving, within
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.eligibility import EligibleImage, foreign, judge_line
 from tenuto.engine.memory_tier.image_store import check_image
-from tenuto.engine.memory_tier.listing import images, remove_image
+from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.memory_tier.seal import SealHolder
 from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
 from tenuto.engine.save.job import ManifestDetails
@@ -202,11 +202,15 @@ def _is_stored(repo: Repo, id: CheckpointId, content: str) -> bool:
         return False
 
 
-def take_over(repo: Repo, run: str, urls: Iterable[str], *, report: Report, **options: Any) -> CheckpointId | None:
+def take_over(
+    repo: Repo, run: str, urls: Iterable[str], *, report: Report, beyond: tuple[int, int] = (0, 0), **options: Any
+) -> CheckpointId | None:
     """Brings the run's own store the newest state that lies in one of these emergency places, where the run may go on
-    from it, as a checkpoint of an attempt of its own, which is given back; returns that. Every byte is verified. What
-    is in the store then goes from the emergency place; what training has left behind stays, and is reported.
+    from it, as a checkpoint of an attempt of its own, which is given back; returns under what name it lay there. Every
+    byte is verified. What is in the store then goes from the emergency place; what training has left behind stays, and
+    is reported.
 
+    `beyond`: attempt and step of the newest state in this process's memory, which is resumed from where it is newer.
     `options`: of the claim. Raises RunInUse where the run has a live owner, and errors of its own store: training on
     from something older would leave the state behind.
     """
@@ -218,7 +222,7 @@ def take_over(repo: Repo, run: str, urls: Iterable[str], *, report: Report, **op
             report(f"what may lie in the emergency location {url} is not taken over: {error.message}")
     eligible = [one for one in found if isinstance(one.verdict, EligibleImage)]
     chosen = max(eligible, key=lambda one: (one.id.attempt, one.id.step), default=None)
-    if chosen is not None and _is_newer_in_memory(repo, chosen.id):
+    if chosen is not None and beyond > (chosen.id.attempt, chosen.id.step):
         chosen = None
     made = None if chosen is None else _taken_over(repo, chosen, report, options)
     for one in found:
@@ -233,25 +237,8 @@ def take_over(repo: Repo, run: str, urls: Iterable[str], *, report: Report, **op
             )
     if made is None:
         return None
-    for image in images(repository=repo.id):  # the same state as an image: it is in the store now
-        footer = None if image.alive else image.footer
-        if footer is not None and (footer.id.run, footer.holder.attempt, footer.id.step) == (
-            run, made[0].id.attempt, made[0].id.step,
-        ):  # fmt: skip
-            remove_image(image)
     report(f"took over step {made[1].step} of run {run} from the emergency location {made[0].there.url}: {made[1]}")
-    return made[1]
-
-
-def _is_newer_in_memory(repo: Repo, id: CheckpointId) -> bool:
-    """Returns whether this node's memory has a later state of the run, from which training resumes by itself."""
-    found = [
-        JudgedImage(one, EligibleImage(None, durable=False))
-        for one in images(repository=repo.id)
-        if one.footer is not None and not foreign(repo, id.run, one.footer) and not one.alive
-    ]
-    newest = (state[0].found.footer for state in whole_states(found))
-    return any(one is not None and (one.holder.attempt, one.id.step) > (id.attempt, id.step) for one in newest)
+    return made[0].id
 
 
 def _taken_over(

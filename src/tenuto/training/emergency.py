@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from tenuto.concurrency.deadlines import within
 from tenuto.engine.group.group_save import GroupCommit
+from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.save.commit_protocol import SoloCommit
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.rank_group import RankGroup
@@ -89,11 +90,17 @@ class EmergencyPlaces:
     def ready(self) -> bool:
         return bool(self.urls)
 
-    def take_over(self, **options: Any) -> None:
-        """Brings the run's own store the newest state that lies in one of them, on the coordinator, before the restore.
-        `options`: of the claim."""
-        if self._directories and self._group.coordinates:
-            emergency.take_over(self._repo, self._run, self._all, report=self._report, **options)
+    def take_over(self, memory: MemoryTier | None, **options: Any) -> None:
+        """Brings the run's own store the newest state that lies in one of them, on the coordinator, before the restore,
+        unless a newer one lies in `memory`; what lies there of it is forgotten. `options`: of the claim."""
+        if not self._directories or not self._group.coordinates:
+            return
+        if memory is not None:
+            memory.hold()
+        beyond = (0, 0) if memory is None else memory.newest_sealed()
+        taken = emergency.take_over(self._repo, self._run, self._all, report=self._report, beyond=beyond, **options)
+        if taken is not None and memory is not None:
+            memory.forget(taken)
 
     def announce(self, attempt: Attempt) -> None:
         """Announces the claimed attempt in each. One that cannot be used is reported, and left out."""

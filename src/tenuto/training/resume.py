@@ -92,6 +92,7 @@ class RunClaim:
         self._group = group
         self._restorer = group.restorer(repo, run, self._prepare, emitter)
         self._looker = group.restorer(repo, run, self._prepare_peek, _without_restored(emitter))
+        self._memory = memory
         self._filler = group.restorer(repo, run, self._prepare_late, _without_restored(emitter))
         self._peeked: Peeked | None = None
         self._late: list[str] = []
@@ -173,7 +174,9 @@ class RunClaim:
         if self.tiers is not None and self._group.coordinates:
             self.tiers.catch_up(self._resume_from)
         if self.emergency is not None and self._resume_from == "latest":
-            self.emergency.take_over(takeover=self._takeover, wait_s=self._wait_s, waiting=self._emitter.emit)
+            self.emergency.take_over(
+                self._memory, takeover=self._takeover, wait_s=self._wait_s, waiting=self._emitter.emit
+            )
         self._watch = self._watch or OwnerWatch(self._repo, self._run)
 
     def _chosen(self) -> tuple[RestoreResult | None, tuple[Skipped, ...]]:

@@ -16,7 +16,7 @@ from typing import Final
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.common_states import common_states
-from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, eligible_images
+from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, eligible_images, foreign
 from tenuto.engine.memory_tier.image_store import Image, open_image, parts_of
 from tenuto.engine.memory_tier.listing import free_room, kept_by_others, passed_over, remove_image, shortage
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, SealHolder, encode_seal, new_seal, newest
@@ -236,6 +236,18 @@ class MemoryTier:
         if image is None or image.footer != candidate.footer:
             raise CorruptionError(f"{file.name} has changed", subject=file.name)
         return image
+
+    def newest_sealed(self) -> tuple[int, int]:
+        """Returns attempt and step of the newest state of this run, machine and user that is sealed here, before the
+        claim; (0, 0) where there is none."""
+        own = [footer for _, footer in self.own_images() if not foreign(self._repo, self._run, footer)]
+        return max(((one.holder.attempt, one.id.step) for one in own), default=(0, 0))
+
+    def forget(self, id: CheckpointId) -> None:
+        """Unseals, before the claim, the states of the attempt of `id` up to its step: it is in the store."""
+        for slot, footer in self.own_images():
+            if (footer.id.run, footer.holder.attempt) == (id.run, id.attempt) and footer.id.step <= id.step:
+                slot.file.unseal()
 
     def local_state(self, id: CheckpointId) -> LocalState | None:
         """Returns what this rank has sealed of a checkpoint, before the claim; None where it has nothing that can be
