@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks bench-trainers crash-campaign kill-campaign kill-campaign-memory supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
+.PHONY: setup demo test test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks bench-trainers crash-campaign kill-campaign kill-campaign-memory trainer-kills-campaign supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
 
 # Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -163,6 +163,11 @@ kill-campaign-memory: setup
 # About half an hour on two cores: under `tenuto run`, which is killed now and then too. Leaves nothing in shared memory.
 supervised-kills-campaign: setup
 	$(BIN)/python -m campaigns.kills --supervised --kills 1000 --per-round 20 --steps 500 --workers 3 --seed 600 --json $(RESULTS)/r2_supervised.json
+
+# About an hour on two cores, in the environments that `make test-trainers` installs.
+trainer-kills-campaign: setup
+	$(BIN)/python tests/trainers/install.py torch jax tensorflow
+	$(BIN)/python -m campaigns.trainer_kills --json $(RESULTS)/trainer_kills.json
 
 # About ten minutes on two cores: numbers, and trainings under torch (DDP, FSDP2), in equal parts.
 ranks-campaign: setup

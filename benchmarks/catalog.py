@@ -25,6 +25,7 @@ from tenuto.store.registry import open_store
 RUNS, STEPS = 100, 1_000
 ROUNDS = 5
 PAGE_MS, LATEST_MS, MANIFEST_US = 200.0, 50.0, 10.0
+LATEST_OF = ("run-007", "run-042", "run-077", "run-099")
 QUERIES = (None, "val_loss < 0.5 and step > 300", "run == 'run-007' and not damaged", "age < '3d' and tag is None")
 
 
@@ -69,7 +70,8 @@ def main() -> None:
                 order = None if text is None else Order.parse("val_loss")
                 timed("a page", lambda w=where, o=order: catalog_cache.query(repo, w, o, 20))
             timed("a complete look", lambda: catalog_cache.query(repo, limit=20, refresh=True))
-            timed("latest", lambda: tenuto.Repository(place / "ckpts").latest("run-042"))
+            for run in LATEST_OF:
+                timed("latest", lambda run=run: tenuto.Repository(place / "ckpts").latest(run))
         result.facts["bytes of the catalog for each checkpoint"] = (
             sum(one.stat().st_size for one in (place / "cache").rglob("*.sqlite")) / number
         )

@@ -256,7 +256,7 @@ def report(result: Result, options: argparse.Namespace, place: Path) -> None:
     sized = f"{result.id}_{options.gib:g}gib" if result.sized else result.id
     document = {
         "id": options.id or sized,
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_words()]),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "state": {"gib": round(result.bytes / GIB, 3), "leaves": options.leaves},
         **environment(place),
@@ -275,6 +275,13 @@ def report(result: Result, options: argparse.Namespace, place: Path) -> None:
         print(json.dumps(document))
         return
     _print(document, result)
+
+
+def _words() -> list[str]:
+    """The arguments as they were given, without the directory that was measured in: it is this machine's."""
+    words = sys.argv[1:]
+    at = words.index("--where") if "--where" in words else len(words)
+    return words[:at] + words[at + 2 :]
 
 
 def note(text: str) -> None:

@@ -77,6 +77,14 @@ def _kills_supervised(result: Result) -> str:
     )
 
 
+def _trainer_kills(result: Result) -> str:
+    trainers = [f"{one['trainer']} {one['kills']}" for one in result["by_trainer"]]
+    return (
+        f"{_bold(result['kills'], 'kills')} ({', '.join(trainers)}); {result['equal']} of {result['rounds']} trainings ended "
+        "bitwise equal to one that nobody killed, with the trainer's own counters, histories and callbacks."
+    )
+
+
 def _corruption(result: Result) -> str:
     peers = result["peers_flipped_bit_in_tensor_bytes"]
     others = (
@@ -210,6 +218,13 @@ CAMPAIGNS: Final = (
         "Trainings under `tenuto run` are killed at random moments, and so is `tenuto run`, which is then started again while the training "
         "that it leaves behind still saves. Nobody else starts a training.",
         _kills_supervised,
+    ),
+    Campaign(
+        "trainer_kills",
+        "`kill -9`, in trainers",
+        "Trainings with each trainer's adapter are killed at random moments and started again by the same line; `make test-trainers` "
+        "kills each of them once or twice.",
+        _trainer_kills,
     ),
     Campaign(
         "signals",

@@ -51,3 +51,10 @@ def count(number: int, noun: str) -> str:
         return f"1 {noun}"
     plural = noun[:-1] + "ves" if noun.endswith("leaf") else noun + "s"
     return f"{number:,} {plural}"
+
+
+def ordinal(number: int) -> str:
+    """Returns 1st, 2nd, 3rd, 4th, 11th, 21st."""
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{({1: 'st', 2: 'nd', 3: 'rd'}).get(number % 10, 'th')}"

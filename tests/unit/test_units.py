@@ -1,6 +1,6 @@
 import pytest
 
-from tenuto.units import count, seconds, size
+from tenuto.units import count, ordinal, seconds, size
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,19 @@ def test_seconds(duration, text):
 def test_count():
     assert [count(n, "leaf") for n in (0, 1, 2000)] == ["0 leaves", "1 leaf", "2,000 leaves"]
     assert count(3, "checkpoint") == "3 checkpoints"
+
+
+def test_a_place_in_an_order_in_words():
+    numbers = [1, 2, 3, 4, 11, 12, 13, 21, 102, 111]
+    assert [ordinal(one) for one in numbers] == [
+        "1st",
+        "2nd",
+        "3rd",
+        "4th",
+        "11th",
+        "12th",
+        "13th",
+        "21st",
+        "102nd",
+        "111th",
+    ]

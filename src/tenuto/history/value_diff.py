@@ -13,7 +13,7 @@ from tenuto.codec.statistics import dot, floats_of, kind_of
 from tenuto.model.leaf import dtype
 
 Array = np.ndarray[Any, Any]
-STEP_BYTES: Final = 256 << 10
+STEP_BYTES: Final = 512 << 10
 """Bytes of each side that are compared at once: with what is computed from them they stay in a processor's cache."""
 
 
@@ -65,13 +65,15 @@ def add_block(into: Sums, a: Array, b: Array, names: tuple[str, str]) -> None:
     sizes = dtype(names[0]).size, dtype(names[1]).size
     step = max(STEP_BYTES // max(sizes), 1)
     total = Sums()
+    # Mapped anew for each step it would take longer than all that is computed in it.
+    room = np.empty(min(step * max(sizes), len(a), len(b)), np.uint8)
     for at in range(0, len(a) // sizes[0], step):
         part = a[at * sizes[0] : (at + step) * sizes[0]], b[at * sizes[1] : (at + step) * sizes[1]]
-        _add_step(total, *part, names)
+        _add_step(total, *part, names, room)
     into.add(total)
 
 
-def _add_step(total: Sums, a: Array, b: Array, names: tuple[str, str]) -> None:
+def _add_step(total: Sums, a: Array, b: Array, names: tuple[str, str], room: Array) -> None:
     same_type = names[0] == names[1]
     size = dtype(names[0]).size
     count = len(a) // size
@@ -89,7 +91,7 @@ def _add_step(total: Sums, a: Array, b: Array, names: tuple[str, str]) -> None:
         total.differing += differing
     if len(x) != len(y):
         return
-    _add_values(total, x, y, differing)
+    _add_values(total, x, y, differing, room)
 
 
 def _differing(a: Array, b: Array, size: int) -> int:
@@ -99,7 +101,7 @@ def _differing(a: Array, b: Array, size: int) -> int:
     return int(np.count_nonzero((a != b).reshape(-1, size).any(axis=1)))
 
 
-def _add_values(total: Sums, x: Array, y: Array, differing: int) -> None:
+def _add_values(total: Sums, x: Array, y: Array, differing: int, room: Array) -> None:
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         aa = dot(x, x)
         bb = dot(y, y) if differing else aa
@@ -119,7 +121,7 @@ def _add_values(total: Sums, x: Array, y: Array, differing: int) -> None:
         total.ab += aa
         return
     with np.errstate(over="ignore"):
-        change = np.subtract(y, x)
+        change = np.subtract(y, x, out=room[: x.nbytes].view(x.dtype) if x.nbytes <= len(room) else None)
         total.ab += dot(x, y)
         squares = dot(change, change)
         if squares < 1e-30 and change.dtype != np.float64:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal, final
 from tenuto.errors import UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.numbers import duration, metric_name, min_or_max, whole_number
+from tenuto.units import ordinal
 
 if TYPE_CHECKING:
     from tenuto.policy.calendar import Unit
@@ -503,7 +504,7 @@ class Latest(KeepPolicy):
     def _place(self, place: int) -> str:
         if place == 1:
             return "the newest" if self.n == 1 else f"newest of {self.n}"
-        return f"{_ordinal(place)} newest of {self.n}"
+        return f"{ordinal(place)} newest of {self.n}"
 
     def __repr__(self) -> str:
         return f"keep.latest({self.n})"
@@ -570,7 +571,7 @@ class Best(KeepPolicy):
         value, last = self._value(facts), self._value(of_run[-1])
         if value == last:
             return f"not {self._words()} ({value:g}, and a newer one has the same)"
-        bar = "the best" if self.n == 1 else f"{_ordinal(self.n)} best"
+        bar = "the best" if self.n == 1 else f"{ordinal(self.n)} best"
         return f"not {self._words()} ({value:g}; {bar} is {last:g})"
 
     def _words(self) -> str:
@@ -578,12 +579,6 @@ class Best(KeepPolicy):
 
     def __repr__(self) -> str:
         return f"keep.best({self.n}, {self.metric!r}, mode={self.mode!r})"
-
-
-def _ordinal(number: int) -> str:
-    if number % 100 in (11, 12, 13):
-        return f"{number}th"
-    return f"{number}{({1: 'st', 2: 'nd', 3: 'rd'}).get(number % 10, 'th')}"
 
 
 _READABLE: Final[Mapping[str, Callable[..., KeepPolicy]]] = {

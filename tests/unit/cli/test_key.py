@@ -3,9 +3,14 @@ import getpass
 import io
 import json
 import secrets
+import shutil
 import subprocess
 
+import numpy as np
 import pytest
+
+import tenuto
+from tenuto.errors import TenutoError
 
 from tenuto.maintenance.copy_elsewhere import execute
 from tenuto.maintenance.copy_plan import plan_copy
@@ -102,6 +107,39 @@ def test_rotate_names_the_slots_whose_secret_is_missing(cli, place, tmp_path):
     status, out, err = cli("key", "rotate", place, "--key-file", one, "--key-file", two, "--yes")
     assert (status, "key 2 seals what is saved from now on" in out) == (0, True)
     assert opened(place, one).number == opened(place, two).number == 2
+
+
+def test_what_somebody_who_left_could_read_is_sealed_anew_by_repack(cli, tmp_path, monkeypatch):
+    place, stays, leaves = tmp_path / "sealed", tmp_path / "stays", tmp_path / "leaves"
+    tenuto.save({"w": np.zeros(1)}, place, step=1)
+    cli("key", "add", place, "--key-file", stays)
+    cli("key", "add", place, "--key-file", leaves, "--with", stays)
+    state = {"w": np.arange(5000.0)}
+    for step in (2, 3):
+        tenuto.save(state, place, step=step, key=stays)
+    shutil.copytree(place / "keys", tmp_path / "kept")
+
+    def read_by_who_left(step):
+        """With the store's files of now, and the keys of then."""
+        theirs = tmp_path / f"theirs{step}"
+        shutil.rmtree(theirs, ignore_errors=True)
+        shutil.copytree(place, theirs)
+        shutil.rmtree(theirs / "keys")
+        shutil.copytree(tmp_path / "kept", theirs / "keys")
+        return tenuto.load(theirs, step=step, key=leaves).state["w"]
+
+    status, _, err = cli("key", "rm", place, "--slot", slots(place)[1], "--yes")
+    assert status == 0, err
+    status, _, err = cli("key", "rotate", place, "--key-file", stays, "--yes")
+    assert (status, "tenuto repack" in err) == (0, True), err
+    assert np.array_equal(read_by_who_left(3), state["w"]), "rotate alone encrypts nothing again"
+    monkeypatch.setenv("TENUTO_KEY_FILE", str(stays))
+    assert cli("repack", place, "--encoding", "plain", "--yes")[0] == 0
+    assert cli("gc", place, "--now", "--yes")[0] == 0
+    assert np.array_equal(tenuto.load(place, key=stays).state["w"], state["w"])
+    for step in (2, 3):
+        with pytest.raises(TenutoError):
+            read_by_who_left(step)
 
 
 def test_rm_says_what_is_lost_with_the_last_slot(cli, place, tmp_path, terminal):

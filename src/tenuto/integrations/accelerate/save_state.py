@@ -22,17 +22,16 @@ from tenuto.api.repository import Repository
 from tenuto.errors import CheckpointNotFound, CorruptionError, RanksMissing, UsageError, typed
 from tenuto.events import warn
 from tenuto.integrations.accelerate.prepared_state import check, prepared, state
+from tenuto.integrations.attached import NEVER, Attached, refuse_decided
 from tenuto.integrations.torch.data.prepared import PreparedLoaders, position_of
 from tenuto.log_lines import log
 from tenuto.model.ids import attempt_key
-from tenuto.policy import every, keep
+from tenuto.policy import keep
 from tenuto.store.contract import Where
 from tenuto.training.checkpointer import Checkpointer
 
 POINTER: Final = "tenuto_checkpoint.json"
 _LARGEST: Final = 1 << 16
-_NEVER: Final = every(steps=2**62)
-"""The script says when to save."""
 _OURS: Final = {
     "save": "the script's calls of save_state say when to save",
     "resume_from": "the script's call of load_state says where to resume",
@@ -57,18 +56,16 @@ def attach(accelerator: Any, where: Where, **keywords: Any) -> SavedStates:
 
     Raises UsageError for keywords that a script decides by itself.
     """
-    for name in keywords.keys() & _OURS.keys():
-        raise UsageError(f"{name}= has no effect here: {_OURS[name]}", subject=name, hint=f"leave {name}= out")
+    refuse_decided(keywords, _OURS)
     check(accelerator)
     return SavedStates(accelerator, where, keywords)
 
 
-class SavedStates:
+class SavedStates(Attached):
     """What `attach` puts in the place of an Accelerator's methods."""
 
     def __init__(self, accelerator: Any, where: Where, keywords: dict[str, Any]) -> None:
         self._accelerator, self._where, self._keywords = accelerator, where, keywords
-        self._checkpointer: Checkpointer | None = None
         self._state: dict[str, Any] = {}
         self._load_its_own = accelerator.load_state
         self._skip_its_own = accelerator.skip_first_batches
@@ -77,16 +74,6 @@ class SavedStates:
             setattr(accelerator, name, getattr(self, name))
         accelerator.prepare_data_loader = self._followed(accelerator.prepare_data_loader)
         accelerator.end_training = self._ended(accelerator.end_training)
-
-    @property
-    def checkpointer(self) -> Checkpointer | None:
-        """The Checkpointer behind it; None before the first save or load."""
-        return self._checkpointer
-
-    def close(self) -> None:
-        """Releases the run. `accelerator.end_training()` does this, and so does the end of the process."""
-        if self._checkpointer is not None:
-            self._checkpointer.close()
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **unused: Any
@@ -191,7 +178,7 @@ class SavedStates:
         if not keywords.keys() & {"keep", "save_top_k", "save_last", "max_to_keep"}:
             keywords["keep"] = keep.all() if limit is None else keep.latest(limit)
         self._checkpointer = Checkpointer(
-            self._where, self._state, data=self._loaders, save=_NEVER, resume_from=resume_from, **keywords
+            self._where, self._state, data=self._loaders, save=NEVER, resume_from=resume_from, **keywords
         )
         return self._checkpointer
 

@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tenuto.errors import UsageError
+from tenuto.integrations.attached import NEVER, Attached, refuse_decided
 from tenuto.integrations.deepspeed.engine_state import state
-from tenuto.policy import every
 from tenuto.state.declarations import first_rank
 from tenuto.store.contract import Where
 from tenuto.training.checkpointer import Checkpointer
 
-_NEVER: Final = every(steps=2**62)
-"""The script says when to save."""
 _OURS: Final = {
     "save": "the script's calls of save_checkpoint say when to save",
     "resume_from": "the script's call of load_checkpoint says where to resume",
@@ -39,30 +37,18 @@ def attach(engine: Any, where: Where, **keywords: Any) -> SavedCheckpoints:
 
     Raises UsageError for keywords that a script decides by itself, and as `state` does.
     """
-    for name in keywords.keys() & _OURS.keys():
-        raise UsageError(f"{name}= has no effect here: {_OURS[name]}", subject=name, hint=f"leave {name}= out")
+    refuse_decided(keywords, _OURS)
     return SavedCheckpoints(engine, where, keywords)
 
 
-class SavedCheckpoints:
+class SavedCheckpoints(Attached):
     """What `attach` puts in the place of an engine's methods."""
 
     def __init__(self, engine: Any, where: Where, keywords: Mapping[str, Any]) -> None:
         self._engine, self._where, self._keywords = engine, where, keywords
         self._client = _ClientState()
         self._state = {**state(engine), "client": first_rank(self._client)}
-        self._checkpointer: Checkpointer | None = None
         engine.save_checkpoint, engine.load_checkpoint = self.save_checkpoint, self.load_checkpoint
-
-    @property
-    def checkpointer(self) -> Checkpointer | None:
-        """The Checkpointer behind it; None before the first save or load."""
-        return self._checkpointer
-
-    def close(self) -> None:
-        """Releases the run, as the end of the process does."""
-        if self._checkpointer is not None:
-            self._checkpointer.close()
 
     def save_checkpoint(
         self,
@@ -110,7 +96,7 @@ class SavedCheckpoints:
 
     def _made(self, resume_from: str | int | None) -> Checkpointer:
         self._checkpointer = Checkpointer(
-            self._where, self._state, save=_NEVER, resume_from=resume_from, **self._keywords
+            self._where, self._state, save=NEVER, resume_from=resume_from, **self._keywords
         )
         return self._checkpointer
 
