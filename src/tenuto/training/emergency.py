@@ -25,8 +25,8 @@ from tenuto.repo.format import object_names
 from tenuto.repo.ownership.claim import Attempt, joined
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
+from tenuto.telemetry.heartbeat import EMERGENCY
 
-VARIABLE: Final = "TENUTO_EMERGENCY"
 MEETING_S: Final = 60.0
 """How long ranks wait for each other, beyond their patience with the store, before one of them saves elsewhere."""
 
@@ -36,7 +36,7 @@ Places = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 def emergency_directories(given: Places | None) -> tuple[str, ...]:
     """Returns the directories and URLs of `emergency=`, in order; None: those of the environment. Raises UsageError."""
     if given is None:
-        given = [one.strip() for one in os.environ.get(VARIABLE, "").split(";") if one.strip()]
+        given = [one.strip() for one in os.environ.get(EMERGENCY, "").split(";") if one.strip()]
     several = [given] if isinstance(given, str | os.PathLike) else given
     found = []
     for one in several if isinstance(several, Sequence) else [several]:

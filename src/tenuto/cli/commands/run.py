@@ -285,8 +285,7 @@ def supervised(
     from tenuto.supervisor.notify import Notifier, urls_of
     from tenuto.supervisor.strategies import Recovery
     from tenuto.supervisor.supervise import Supervisor
-    from tenuto.telemetry.heartbeat import CHAOS
-    from tenuto.training.emergency import VARIABLE as EMERGENCY
+    from tenuto.telemetry.heartbeat import CHAOS, EMERGENCY
 
     environment = {name: value for name, value in os.environ.items() if name != CHAOS}
     environment |= {CHAOS: "1"} if injector is not None else {}
