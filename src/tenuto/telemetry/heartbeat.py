@@ -26,7 +26,7 @@ VARIABLE: Final = "TENUTO_HEARTBEAT"
 CHAOS: Final = "TENUTO_CHAOS"
 """Set by `tenuto chaos` alone: this process puts into itself the faults that it is asked for."""
 EMERGENCY: Final = "TENUTO_EMERGENCY"
-"""Where the last state of what trains goes if its store does not take it, divided by `;`; a script may say otherwise."""
+"""Where the last state of what trains goes if its store does not take it, divided by `;`, unless the script says."""
 STARTING, TRAINING, ENDING, ENDED = "starting", "training", "ending", "ended"
 """ENDING: what is in flight is being saved, and the run given back. ENDED: that is done, and the script does what it
 likes."""

@@ -14,7 +14,6 @@ from tenuto.engine.read.opened import Opened
 from tenuto.engine.save.handle import Save
 from tenuto.errors import ForkedProcess, UsageError
 from tenuto.events import AnySink, Emitter, listed
-from tenuto.maintenance.emergency import AFTER_S
 from tenuto.policy.encoding import Encoding, Preset
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import SavePolicy
@@ -39,7 +38,7 @@ from tenuto.training.arguments import (
     count,
     tag_names,
 )
-from tenuto.training.emergency import Places
+from tenuto.training.emergency import AFTER_S, Places
 from tenuto.training.exit_status import before_exit, leaving_with
 from tenuto.training.loops import Batches, Epochs, Steps
 from tenuto.training.preemption import report_nothing_to_do, save_sealed, warn_of_epochs

@@ -8,16 +8,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.concurrency.deadlines import within
-from tenuto.engine.group.group_save import GroupCommit
-from tenuto.engine.memory_tier.tier import MemoryTier
-from tenuto.engine.save.commit_protocol import SoloCommit
+from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.errors import RanksDisagree, RanksError, TenutoError, UsageError, in_words
-from tenuto.maintenance import emergency
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.contract import Ranks
@@ -27,6 +24,11 @@ from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 from tenuto.telemetry.heartbeat import EMERGENCY
 
+if TYPE_CHECKING:
+    from tenuto.engine.memory_tier.tier import MemoryTier
+
+AFTER_S: Final = 10.0
+"""Seconds without progress after which a run's own store counts as one that does not answer."""
 MEETING_S: Final = 60.0
 """How long ranks wait for each other, beyond their patience with the store, before one of them saves elsewhere."""
 
@@ -84,6 +86,8 @@ class EmergencyPlaces:
 
     @property
     def _all(self) -> list[str]:
+        from tenuto.maintenance import emergency  # of no use to most trainings
+
         return [emergency.place_in(directory, self._repo.id) for directory in self._directories]
 
     @property
@@ -95,6 +99,8 @@ class EmergencyPlaces:
         unless a newer one lies in `memory`; what lies there of it is forgotten. `options`: of the claim."""
         if not self._directories or not self._group.coordinates:
             return
+        from tenuto.maintenance import emergency
+
         if memory is not None:
             memory.hold()
         beyond = (0, 0) if memory is None else memory.newest_sealed()
@@ -106,6 +112,8 @@ class EmergencyPlaces:
         """Announces the claimed attempt in each. One that cannot be used is reported, and left out."""
         if not self._directories:
             return
+        from tenuto.maintenance import emergency  # of no use to most trainings
+
         self._attempt = attempt
         with self._group.round("emergency") as round:
             if self._group.coordinates:
@@ -121,6 +129,8 @@ class EmergencyPlaces:
                     self._report(f"{error.message}: all ranks have to share an emergency location, and it is not used")
 
     def _announced(self, url: str, attempt: Attempt) -> bool:
+        from tenuto.maintenance import emergency  # of no use to most trainings
+
         if self._repo.had(object_names.KEYS):
             self._report(f"{self._repo.url} is sealed, so nothing of it goes to the emergency location {url}")
             return False
@@ -162,9 +172,17 @@ class EmergencyPlaces:
             return self._save_in(url, state, agreement)
 
     def _save_in(self, url: str, state: _State, agreement: Agreement | None) -> BaseException | None:
+        from tenuto.maintenance import emergency  # of no use to most trainings
+
         attempt, there = self._attempt, emergency.open_place(url, self._repo)
         assert attempt is not None, "announced"
-        protocol = SoloCommit(there) if agreement is None else GroupCommit(there, agreement)
+        protocol: CommitProtocol
+        if agreement is None:
+            protocol = SoloCommit(there)
+        else:
+            from tenuto.engine.group.group_save import GroupCommit
+
+            protocol = GroupCommit(there, agreement)
         try:
             self.rescued = emergency.save_there(
                 there,

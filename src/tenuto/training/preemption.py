@@ -20,7 +20,6 @@ from tenuto import events, log_lines
 from tenuto.concurrency.interruption import interrupt, when_undone
 from tenuto.errors import DeadlineExceeded, TenutoError
 from tenuto.events import Leaving, NothingToDo, SignalReceived
-from tenuto.maintenance.flush import details_of, flattened_of
 from tenuto.policy.save import EveryEpochs, parts_of
 from tenuto.training.exit_status import leaving_with
 from tenuto.training.saves import RunSaver
@@ -49,6 +48,8 @@ def save_sealed(saving: RunSaver) -> None:
         return
     if not places.ready or places.rescued is not None:
         return
+    from tenuto.maintenance.flush import details_of, flattened_of  # seldom needed
+
     for save in saving.saver.in_flight:
         save.patience_s = places.patience_s
         save.join()

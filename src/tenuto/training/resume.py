@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.group_restore import GroupRestore
 from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.image_store import Image
 from tenuto.engine.memory_tier.memory_restore import MemoryRestore
@@ -106,7 +105,7 @@ class RunClaim:
             else None
         )
         """The restore from what an earlier process left in memory."""
-        if isinstance(self._restorer, GroupRestore) and memory is not None and self.memory_restore is not None:
+        if memory is not None and self.memory_restore is not None:
             self._restorer.local = memory.local_state
         self.restored: Restored | None = None
         self._watch: OwnerWatch | None = None

@@ -11,7 +11,6 @@ import pytest
 
 import tenuto
 from tenuto.errors import TenutoError
-
 from tenuto.maintenance.copy_elsewhere import execute
 from tenuto.maintenance.copy_plan import plan_copy
 from tenuto.maintenance.verify import assert_whole
