@@ -25,6 +25,7 @@ from tenuto import every, on
 from tenuto.crashpoints import armed
 from tenuto.engine.memory_tier.listing import FoundImage, images
 from tenuto.engine.staging import slots
+from tenuto.maintenance.emergency import flush_anywhere
 from tenuto.maintenance.flush import execute, plan_flush
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.repository import Repo
@@ -443,6 +444,24 @@ def test_flush_writes_what_all_ranks_have_as_one_checkpoint(where: Path, root: P
     last = live(where)
     assert [(life.status, life.began) for life in last] == [(0, 7)] * 2
     assert all(life.source.startswith(f"from {where}") for life in last)
+    right(first, last)
+
+
+def test_what_all_ranks_have_is_written_to_an_emergency_place_and_taken_over(
+    where: Path, root: Path, tmp_path: Path
+) -> None:
+    """As by a supervisor that gives up, whose store does not answer."""
+    first = live(where, ends=SETTLED, emergency=str(tmp_path / "other"))
+    (place,) = (tmp_path / "other").iterdir()
+    said: list[str] = []
+    assert "main/a0001/7 in the emergency location" in (flush_anywhere([str(place)], said.append) or ""), said
+    assert_whole(Repo.open(open_store(place)))
+    assert len(Repo.open(open_store(place)).manifest(tenuto.open(place).id).indexes) == 2
+    with shared_memory() as other:
+        last = live(where, roots=[other, other], emergency=str(tmp_path / "other"))
+    assert [(life.status, life.began) for life in last] == [(0, 7)] * 2
+    assert any("took over step 7 of run main" in text for text in last[0].told("Warned"))
+    assert not list(place.rglob("*.safetensors"))
     right(first, last)
 
 

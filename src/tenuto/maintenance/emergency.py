@@ -98,9 +98,10 @@ def prepare(repo: Repo, url: str, attempt: Attempt) -> None:
     joined(there, attempt.record).check()
     for earlier in there.attempts(attempt.run):
         if earlier < attempt.number:
-            close_unfinished(
-                there, attempt.run, earlier, by="a later attempt is announced", owner_dead=False, report=_ignore
-            )
+            by = "a later attempt is announced"
+            close_unfinished(there, attempt.run, earlier, by=by, owner_dead=False, report=_ignore)
+            if not there.steps(attempt.run, earlier):
+                there.store.delete([object_names.attempt_name(attempt.run, earlier)])
 
 
 def save_there(
@@ -243,7 +244,8 @@ def take_over(
 
 def _taken_over(
     repo: Repo, chosen: EmergencyCheckpoint, report: Report, options: dict[str, Any]
-) -> tuple[EmergencyCheckpoint, CheckpointId]:
+) -> tuple[EmergencyCheckpoint, CheckpointId] | None:
+    """Returns None where another process has taken it over meanwhile, or the run went on otherwise."""
     id, there = chosen.id, chosen.there
     assert isinstance(chosen.verdict, EligibleImage)
 
@@ -252,7 +254,11 @@ def _taken_over(
         if now is None or now.verdict != chosen.verdict:
             raise CheckpointNotFound(f"{id} in {there.url} is another process's by now", subject=str(id))
 
-    attempt = claim(repo, id.run, chosen.verdict.base, before_put=judge_again, report=report, **options)
+    try:
+        attempt = claim(repo, id.run, chosen.verdict.base, before_put=judge_again, report=report, **options)
+    except CheckpointNotFound as error:
+        report(f"step {id.step} in the emergency location {there.url} is not taken over: {error.message}")
+        return None
     attempt.leave()
     copier = CheckpointCopier(there, attempt, shares=False, emitter=Emitter())
     try:
@@ -271,9 +277,9 @@ def _taken_over(
 # What dead processes left in memory.
 
 
-def flush_there(url: str, report: Report, *, patience_s: float = AFTER_S) -> CheckpointId | None:
-    """Writes the newest whole state that dead processes of this machine have left in memory to an emergency place, if
-    it is of the attempt that is announced there last; None if there is none. It stays in memory as well.
+def flush_there(url: str, report: Report, *, patience_s: float = AFTER_S) -> list[CheckpointId]:
+    """Writes the newest whole state that dead processes of this machine have left in memory to an emergency place, for
+    each run of which the attempt is announced there last. It stays in memory as well. Returns what is there then.
 
     Asks nothing of the run's own store. Raises what the place raises, DeadlineExceeded where it does not get on, and
     CorruptionError for a damaged image.
@@ -283,16 +289,14 @@ def flush_there(url: str, report: Report, *, patience_s: float = AFTER_S) -> Che
     if identity is None:
         raise StoreError(f"the training has not announced itself in {url}", subject=url)
     there = Repo(store, identity.id, identity.chunk_bytes)
-    runs = sorted({one.footer.id.run for one in images(repository=there.id) if one.footer is not None})
-    for run in runs:
+    saved = []
+    for run in sorted({one.footer.id.run for one in images(repository=there.id) if one.footer is not None}):
         found = [one for one in images(repository=there.id) if one.footer is not None and one.footer.id.run == run]
-        nbytes = sum(one.bytes for one in found)
         work = partial(_flushed, there, run, found, report)
-        seconds = patience_s + nbytes / BYTES_PER_S
-        saved = while_moving(seconds, f"writing to {url}", work, lambda: store.moved_s, subject=url)
-        if saved is not None:
-            return saved
-    return None
+        seconds = patience_s + sum(one.bytes for one in found) / BYTES_PER_S
+        id = while_moving(seconds, f"writing to {url}", work, lambda: store.moved_s, subject=url)
+        saved += [] if id is None else [id]
+    return saved
 
 
 def _flushed(there: Repo, run: str, found: Sequence[Any], report: Report) -> CheckpointId | None:
@@ -309,9 +313,9 @@ def _flushed(there: Repo, run: str, found: Sequence[Any], report: Report) -> Che
     for state in whole_states(fit):
         footer = state[0].found.footer
         assert footer is not None
-        id = CheckpointId(run, number, footer.id.step)
-        if there.exists(id):
-            return id
+        id, newest = CheckpointId(run, number, footer.id.step), there.committed(run, number)
+        if newest and newest[0] >= id.step:  # its own process has put it there, or a newer one
+            return CheckpointId(run, number, newest[0])
         # What its own processes have begun there: they are dead, as the locks of their slots say.
         free_in(there.store, id)
         try:
@@ -340,6 +344,8 @@ def flush_anywhere(urls: Iterable[str], report: Report) -> str | None:
                 return None
             report(f"the emergency location {url} does not take it either: {in_words(error)}")
             continue
-        if saved is not None:
-            return f"{saved} in the emergency location {url}, from which the next start takes it over"
+        if saved:
+            return (
+                f"{', '.join(map(str, saved))} in the emergency location {url}, from which the next start takes it over"
+            )
     return None

@@ -70,7 +70,7 @@ class EmergencyPlaces:
         group: RankGroup,
         report: Callable[[str], None],
     ) -> None:
-        self._directories = directories
+        self._directories = [one if "://" in one else os.path.abspath(os.path.expanduser(one)) for one in directories]
         self._repo = repo
         self._run = run_key(run)
         self._ranks = ranks

@@ -479,7 +479,8 @@ class RunSaver:
         finally:
             self.saver.close()
             if self.memory is not None:
-                self.memory.close(self.last.id if self.last is not None and self.last.committed else None)
+                durable = self.last.id if self.last is not None and self.last.committed else None
+                self.memory.close(self.emergency.rescued or durable)
 
     def _write_notes(self, timeout: float) -> None:
         """Writes notes in the training thread, unless the writing thread is at work and will write them."""

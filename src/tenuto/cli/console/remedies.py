@@ -47,17 +47,17 @@ def flush(places: Sequence[str], emergency: Sequence[str], report: Report) -> st
     """Writes the newest state that dead processes have left in memory to these repositories, for each of their runs;
     where one does not take it, or does not answer, to the first of these emergency places that does. Returns in words
     what was saved. Raises TenutoError."""
-    from tenuto.errors import NotARepository, TenutoError, in_words
+    from tenuto.errors import NotARepository, OwnershipError, TenutoError, in_words
     from tenuto.maintenance.emergency import flush_anywhere
 
     saved = []
     for where in places:
         try:
             saved += _flushed(where, report, watched=bool(emergency))
-        except NotARepository:
-            continue
         except (TenutoError, OSError) as error:
-            if not emergency:
+            if isinstance(error, NotARepository) and not emergency:
+                continue
+            if isinstance(error, OwnershipError) or not emergency:
                 raise
             report(f"{where} does not take what is left in memory: {in_words(error)}")
             saved += filter(None, [flush_anywhere(emergency, report)])

@@ -290,8 +290,10 @@ class GroupRestore:
     ) -> RankTimings | None:
         """Reads this rank's part. Returns, once all ranks have, where the time went on each."""
         own: BaseException | None = None
-        began, local = time.perf_counter(), self.local(id)
+        local: LocalState | None = None
+        began = time.perf_counter()
         try:
+            local = self.local(id)
             outcome.nbytes = matched.read(node, local)
             outcome.memory = 0 if local is None else local.taken
             outcome.wait_s = 0.0 if node is None else node.waited_s

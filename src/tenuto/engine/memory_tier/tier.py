@@ -252,13 +252,13 @@ class MemoryTier:
     def local_state(self, id: CheckpointId) -> LocalState | None:
         """Returns what this rank has sealed of a checkpoint, before the claim; None where it has nothing that can be
         read. To be closed."""
-        for slot, footer in self.own_images():
-            if footer.repository == self._repo.id and footer.id == id:
-                try:
+        try:
+            for slot, footer in self.own_images():
+                if footer.repository == self._repo.id and footer.id == id:
                     image = self.open(Candidate(slot, footer, EligibleImage(None, durable=False)))
                     return LocalState(parts_of(image), image.close)
-                except (CorruptionError, OSError):
-                    continue  # it is read from the store
+        except (CorruptionError, OSError):
+            pass  # it is read from the store
         return None
 
     def newest_image(self) -> Image | None:

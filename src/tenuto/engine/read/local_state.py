@@ -43,6 +43,7 @@ class LocalState:
         return found if found is not None and len(found) == nbytes else None
 
     def close(self) -> None:
+        self._parts = {}
         self._close()
 
 
