@@ -106,6 +106,14 @@ def test_the_end_of_a_training_is_not_lost_on_a_full_disk(tmp_path: Path, enviro
     assert "took over step 20" in second.stderr and second.stdout == untouched(tmp_path, environment)
 
 
+def test_a_start_that_finds_no_room_for_it_leaves_nothing_behind(tmp_path: Path, environment: dict[str, str]) -> None:
+    ran(tmp_path, LOOP, environment, status=143, KIND="full")
+    again = ran(tmp_path, LOOP, environment, status=1)
+    assert "StoreFull: no space left" in again.stderr and "took over" not in again.stderr
+    answers(tmp_path)
+    assert "took over step 8" in ran(tmp_path, LOOP, environment).stderr
+
+
 def test_a_kill_in_the_middle_of_an_emergency_save_leaves_nothing_torn(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -277,6 +285,20 @@ def test_a_place_that_cannot_be_used_is_said_at_the_start_and_the_next_one_is_us
     assert re.search(r"the emergency location \S*/file/\w+ cannot be used", first.stderr), first.stderr
     assert "step 8 of run main is saved in the emergency location" in first.stderr
     assert place(tmp_path).is_dir()
+
+
+def test_a_place_that_is_lost_during_training_takes_nothing_that_nobody_would_find(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    script = LOOP.replace("trouble(kind)", "os.rename('other', 'unplugged'); trouble(kind)").replace(
+        "**more)", "**{**more, 'emergency': ['other', 'second']})"
+    )
+    first = ran(tmp_path, script, environment, status=143, KIND="full")
+    assert "has lost what was there at the start" in first.stderr
+    assert f"step 8 of run main is saved in the emergency location {place(tmp_path, 'second')}" in first.stderr
+    assert not (tmp_path / "other").exists()
+    answers(tmp_path)
+    assert "took over step 8" in ran(tmp_path, script, environment).stderr
 
 
 def test_the_signal_of_a_process_whose_store_works_needs_no_emergency_place(

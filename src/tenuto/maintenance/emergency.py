@@ -63,6 +63,8 @@ AFTER_S: Final = 10.0
 """Seconds without progress after which a store counts as one that does not answer."""
 ANSWER_S: Final = 10.0
 """How long a start waits for an emergency place."""
+LOOK_S: Final = 30.0
+"""How long it waits to know what lies there: training on without it leaves that behind."""
 BYTES_PER_S: Final = 1 << 30
 """At what rate at least an image is verified before anything of it goes to a store."""
 _ID_DIGITS: Final = 12
@@ -80,8 +82,19 @@ def place_in(directory: str, repository: str) -> str:
 
 
 def open_place(url: str, repo: Repo) -> Repo:
-    """Returns the repository as an emergency place has it, by itself. No I/O."""
+    """Returns the repository as an emergency place has it, by itself. A path of a file system that hangs hangs here."""
     return Repo(open_store(url), repo.id, repo.chunk_bytes)
+
+
+def reached_place(url: str, repo: Repo, seconds: float) -> Repo:
+    """Returns the repository as an emergency place has it. Raises DeadlineExceeded where it does not answer."""
+
+    def reach() -> Repo:
+        there = open_place(url, repo)
+        there.store.children("")
+        return there
+
+    return within(seconds, f"asking {url}", reach, subject=url)
 
 
 def prepare(repo: Repo, url: str, attempt: Attempt) -> None:
@@ -115,8 +128,15 @@ def save_there(
     patience_s: float,
 ) -> CheckpointId:
     """Saves a state, as it is, in an emergency place in which this attempt is announced. Raises DeadlineExceeded once
-    the place has not got on for `patience_s`; what a save raises."""
-    within(patience_s, f"asking {there.url}", partial(there.attempts, attempt.run), subject=there.url)
+    the place has not got on for `patience_s`, StoreError where the attempt is not announced there any more; what a save
+    raises."""
+    found = within(patience_s, f"asking {there.url}", partial(there.attempts, attempt.run), subject=there.url)
+    if attempt.number not in found:
+        raise StoreError(
+            f"{there.url} has lost what was there at the start of the training",
+            subject=there.url,
+            hint="is it mounted?",
+        )
     saver = Saver(there, attempt.run, lasting=False, protocol=protocol)
     saver.attempt = joined(there, attempt.record)
     try:
@@ -155,12 +175,23 @@ class EmergencyCheckpoint:
     obsolete: bool = False
 
 
-def find(repo: Repo, run: str, url: str) -> list[EmergencyCheckpoint]:
-    """Returns what lies in an emergency place of the run, and judges it by the run's own store. Empty where nothing of
-    the repository is there. Raises errors of either store."""
-    there = open_place(url, repo)
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A checkpoint in an emergency place, as that has it. `newest`: whether it is what `latest` means there; `damage`:
+    why it cannot be read."""
+
+    id: CheckpointId
+    newest: bool
+    claim: str = ""
+    save_id: str = ""
+    content: str = ""
+    damage: str = ""
+
+
+def _held(there: Repo, run: str) -> list[_Held]:
+    """Returns what lies in an emergency place of the run; empty where nothing of the repository is there."""
     identity = _identity(there.store)
-    if identity is None or identity.id != repo.id:
+    if identity is None or identity.id != there.id:
         return []
     try:
         newest = latest(there, run)
@@ -169,25 +200,34 @@ def find(repo: Repo, run: str, url: str) -> list[EmergencyCheckpoint]:
     found = []
     for number in there.attempts(run):
         for step in there.committed(run, number):
-            found.append(_judged(repo, there, CheckpointId(run, number, step), newest))
+            id = CheckpointId(run, number, step)
+            try:
+                record = there.find_attempt(run, number)
+                begin = decode_begin(there.store.get(object_names.begin_name(id), limit=objects.SMALL), id, there.id)
+                claim, content = "" if record is None else record.id, there.manifest(id).content
+                found.append(_Held(id, id == newest, claim, begin.save_id, content))
+            except (CorruptionError, CheckpointNotFound, ObjectNotFound) as error:
+                found.append(_Held(id, id == newest, damage=error.message))
     return found
 
 
-def _judged(repo: Repo, there: Repo, id: CheckpointId, newest: CheckpointId | None) -> EmergencyCheckpoint:
+def _judged(repo: Repo, there: Repo, held: _Held) -> EmergencyCheckpoint:
+    """Judges it by the run's own store, whose errors are raised."""
+    id = held.id
+    if held.damage:
+        return EmergencyCheckpoint(there, id, f"it is damaged: {held.damage}")
     try:
-        record = there.find_attempt(id.run, id.attempt)
-        begin = there.store.get(object_names.begin_name(id), limit=objects.SMALL)
-        save_id, content = decode_begin(begin, id, there.id).save_id, there.manifest(id).content
         ours = repo.find_attempt(id.run, id.attempt)
-    except (CorruptionError, CheckpointNotFound, ObjectNotFound) as error:
-        return EmergencyCheckpoint(there, id, f"it is damaged: {error.message}")
-    if record is None or ours is None or ours.id != record.id:
+    except CorruptionError as error:
+        return EmergencyCheckpoint(there, id, f"whose it is cannot be read: {error.message}")
+    if ours is None or ours.id != held.claim:
         return EmergencyCheckpoint(there, id, f"attempt {id.attempt} is another one's in {repo.url}")
-    if _is_stored(repo, id, content):
+    if _is_stored(repo, id, held.content):
         return EmergencyCheckpoint(there, id, "it is in the store", obsolete=True)
-    if id != newest:
+    if not held.newest:
         return EmergencyCheckpoint(there, id, "a later attempt is announced there")
-    return EmergencyCheckpoint(there, id, judge_line(repo, id.run, id, save_id, SealHolder(id.attempt, record.id)))
+    holder = SealHolder(id.attempt, held.claim)
+    return EmergencyCheckpoint(there, id, judge_line(repo, id.run, id, held.save_id, holder))
 
 
 def _is_stored(repo: Repo, id: CheckpointId, content: str) -> bool:
@@ -218,9 +258,12 @@ def take_over(
     found: list[EmergencyCheckpoint] = []
     for url in urls:
         try:
-            found += within(ANSWER_S, f"looking into {url}", partial(find, repo, run, url), subject=url)
+            there = reached_place(url, repo, LOOK_S)
+            held = within(LOOK_S, f"looking into {url}", partial(_held, there, run), subject=url)
         except (StoreError, RepositoryError, CorruptionError, DeadlineExceeded) as error:
             report(f"what may lie in the emergency location {url} is not taken over: {error.message}")
+            continue
+        found += [_judged(repo, there, one) for one in held]
     eligible = [one for one in found if isinstance(one.verdict, EligibleImage)]
     chosen = max(eligible, key=lambda one: (one.id.attempt, one.id.step), default=None)
     if chosen is not None and beyond > (chosen.id.attempt, chosen.id.step):
@@ -228,7 +271,7 @@ def take_over(
     made = None if chosen is None else _taken_over(repo, chosen, report, options)
     for one in found:
         if one.obsolete or (made is not None and one.id == made[0].id):
-            free_in(one.there.store, one.id)
+            _free(one, report)
         elif one is not chosen and isinstance(one.verdict, str):
             word = f"{run}/a{one.id.attempt}/{one.id.step}"
             report(
@@ -242,6 +285,14 @@ def take_over(
     return made[0].id
 
 
+def _free(one: EmergencyCheckpoint, report: Report) -> None:
+    url = one.there.url
+    try:
+        within(ANSWER_S, f"freeing {one.id} in {url}", partial(free_in, one.there.store, one.id), subject=url)
+    except (StoreError, DeadlineExceeded) as error:
+        report(f"{one.id} is in the store, and stays in the emergency location {url}: {error.message}")
+
+
 def _taken_over(
     repo: Repo, chosen: EmergencyCheckpoint, report: Report, options: dict[str, Any]
 ) -> tuple[EmergencyCheckpoint, CheckpointId] | None:
@@ -250,8 +301,8 @@ def _taken_over(
     assert isinstance(chosen.verdict, EligibleImage)
 
     def judge_again() -> None:
-        now = next((one for one in find(repo, id.run, there.url) if one.id == id), None)
-        if now is None or now.verdict != chosen.verdict:
+        now = next((one for one in _held(there, id.run) if one.id == id), None)
+        if now is None or _judged(repo, there, now).verdict != chosen.verdict:
             raise CheckpointNotFound(f"{id} in {there.url} is another process's by now", subject=str(id))
 
     try:
@@ -266,6 +317,9 @@ def _taken_over(
         made = copier.show()[0].id
         crashpoint("emergency checkpoint taken over, still in its place")
         return chosen, made
+    except StoreError as error:
+        report(f"step {id.step} of run {id.run} stays in the emergency location {there.url}: {error.message}")
+        raise
     finally:
         try:
             copier.take_back()
@@ -284,7 +338,7 @@ def flush_there(url: str, report: Report, *, patience_s: float = AFTER_S) -> lis
     Asks nothing of the run's own store. Raises what the place raises, DeadlineExceeded where it does not get on, and
     CorruptionError for a damaged image.
     """
-    store = WatchedStore(open_store(url))
+    store = WatchedStore(within(patience_s, f"asking {url}", partial(open_store, url), subject=url))
     identity = within(patience_s, f"asking {url}", partial(_identity, store), subject=url)
     if identity is None:
         raise StoreError(f"the training has not announced itself in {url}", subject=url)

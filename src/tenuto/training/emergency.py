@@ -174,8 +174,12 @@ class EmergencyPlaces:
     def _save_in(self, url: str, state: _State, agreement: Agreement | None) -> BaseException | None:
         from tenuto.maintenance import emergency  # of no use to most trainings
 
-        attempt, there = self._attempt, emergency.open_place(url, self._repo)
+        attempt = self._attempt
         assert attempt is not None, "announced"
+        try:
+            there = emergency.reached_place(url, self._repo, self.after_s)
+        except TenutoError as error:
+            return error
         protocol: CommitProtocol
         if agreement is None:
             protocol = SoloCommit(there)

@@ -66,7 +66,9 @@ def flush(places: Sequence[str], emergency: Sequence[str], report: Report) -> st
 
 def _flushed(where: str, report: Report, *, watched: bool) -> list[str]:
     """Returns what was written. `watched`: raises DeadlineExceeded where the store does not get on."""
-    from tenuto.concurrency.deadlines import while_moving
+    from functools import partial
+
+    from tenuto.concurrency.deadlines import while_moving, within
     from tenuto.engine.memory_tier.listing import images
     from tenuto.maintenance.emergency import AFTER_S, BYTES_PER_S
     from tenuto.maintenance.flush import execute, plan_flush
@@ -79,9 +81,10 @@ def _flushed(where: str, report: Report, *, watched: bool) -> list[str]:
         plans = [plan for run in repo.runs() if (plan := plan_flush(repo, run)).chosen]
         return [str(one.id) for plan in plans if (one := execute(repo, plan, report=report)) is not None]
 
-    store = open_store(where)
     if not watched:
+        store = open_store(where)
         return work()
-    store = moving = WatchedStore(store)
+    opened = within(AFTER_S, f"asking {where}", partial(open_store, where), subject=where)
+    store = moving = WatchedStore(opened)
     seconds = AFTER_S + sum(one.bytes for one in images()) / BYTES_PER_S
     return while_moving(seconds, f"writing to {where}", work, lambda: moving.moved_s, subject=where)
