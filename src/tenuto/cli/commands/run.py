@@ -32,6 +32,7 @@ EXAMPLES = examples(
     "tenuto run --on straggler=restart --record samples.jsonl -- python train.py",
 )
 _ENDS = "Ends in an hour (12), in a row in vain (3)."
+_LEAVING = "To leave in (60s); after which it is asked to."
 _FILES = "For what happens, and what is read of the machine."
 REPLAYED = 50_000
 """Samples of a recording, the newest ones, that are looked at to know how good a predictor was: a second at most."""
@@ -58,11 +59,11 @@ def run(
     ] = "",
     risk: Annotated[str, typer.Option(metavar="MODEL", help="What foresees faults; `off`; else rules.")] = "",
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
-    grace: Annotated[str, typer.Option(metavar="TIME", help="To leave in, when asked to.")] = "60s",
-    deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",
+    grace: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING, show_default=False)] = "60s",
+    deadline: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING)] = "",
     emergency: Annotated[
         list[str] | None,
-        typer.Option("--emergency", metavar="WHERE", help="Where the state goes if its store does not take it."),
+        typer.Option("--emergency", metavar="WHERE", help="Takes the last state if its store does not."),
     ] = None,
     journal: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
     record: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",

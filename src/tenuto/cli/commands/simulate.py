@@ -23,14 +23,16 @@ EXAMPLES = examples(
     "tenuto simulate --mtbf 6h --plot costs.svg",
 )
 
+_SAVE = "A save blocks training (0.2s); is durable (10s)."
+
 
 def simulate(
     *,
     mtbf: Annotated[str, typer.Option(metavar="TIME", help="Between failures.")] = "3.09h",
     days: Annotated[float, typer.Option(metavar="N", help="Of useful work.")] = 30.0,
     gpus: Annotated[int, typer.Option(metavar="N", help="For what it comes to in their hours.")] = 1,
-    stall: Annotated[str, typer.Option(metavar="TIME", help="That a save blocks training for.")] = "0.2s",
-    persist: Annotated[str, typer.Option(metavar="TIME", help="Until it is durable.")] = "10s",
+    stall: Annotated[str, typer.Option(metavar="TIME", help=_SAVE, show_default=False)] = "0.2s",
+    persist: Annotated[str, typer.Option(metavar="TIME", help=_SAVE, show_default=False)] = "10s",
     slowdown: Annotated[float, typer.Option(metavar="SHARE", help="Of training meanwhile.")] = 0.0,
     restart: Annotated[str, typer.Option(metavar="TIME", help="From a failure to the next step.")] = "60s",
     save: Annotated[str, typer.Option(metavar="TIME", help="Between saves; else the optimum.")] = "",
