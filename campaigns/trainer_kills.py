@@ -110,9 +110,9 @@ def _killed(suite: TrainerSuite, place: Path, steps: int, dice: random.Random, f
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = options(MODULE, __doc__, workers=2)
     parser.add_argument("--kills", type=int, default=50, help="of each trainer (default %(default)s)")
-    parser.add_argument("--only", nargs="*", default=[], metavar="ENVIRONMENT", help="of build/trainers")
+    parser.add_argument("--only", nargs="*", default=[], metavar="TRAINER", help="how its name begins")
     given = parser.parse_args(arguments)
-    cases = [case for case in CASES if not given.only or case.environment in given.only]
+    cases = [case for case in CASES if not given.only or case.trainer.startswith(tuple(given.only))]
     if missing := {case.environment for case in cases if not (ENVIRONMENTS / f"{case.environment}.done").exists()}:
         parser.error(f"not installed: {' '.join(sorted(missing))}; python tests/trainers/install.py")
     header, told = ResultHeader(MODULE, arguments, seed=given.seed), Progress()

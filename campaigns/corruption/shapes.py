@@ -21,6 +21,7 @@ from campaigns.recorded_jobs import Faster, quiet, save_stages
 from campaigns.simulated_processes import Processes, replacing
 from tenuto.codec import choosing
 from tenuto.engine.read.choose import CheckpointLeaves, restore_checkpoint
+from tenuto.engine.save import rounded_copies
 from tenuto.engine.save.job import Job
 from tenuto.maintenance import gc, remove
 from tenuto.model.ids import CheckpointId
@@ -209,7 +210,8 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _encoded(build: Builder) -> None:
-    """Chains of differences, chunks that are named elsewhere, compressed or stored as they are, by two attempts."""
+    """Chains of differences, chunks that are named elsewhere, compressed, stored as they are, or rounded from others,
+    by two attempts."""
     state: dict[str, Any] = {
         "weights": build.numbers.standard_normal(400, np.float32),
         "frozen": build.numbers.random(300, np.float32),
@@ -217,8 +219,13 @@ def _encoded(build: Builder) -> None:
         "zeros": np.zeros(200),
         "step": 0,
     }
+    state["half"] = state["weights"].astype(np.float16)
     # Chunks of this size would be stored as they are: what is attacked here is what is made of larger ones.
-    with _seeded(build.seed), mock.patch.object(choosing, "SMALLEST_BYTES", 0):
+    with (
+        _seeded(build.seed),
+        mock.patch.object(choosing, "SMALLEST_BYTES", 0),
+        mock.patch.object(rounded_copies, "SMALLEST_BYTES", 0),
+    ):
         for attempt, steps in ((1, range(1, 5)), (2, range(5, 7))):
             with Checkpointer(
                 build.store, state, save=every(steps=1), keep=keep.all(), encoding=Encoding(delta=8)
@@ -226,6 +233,7 @@ def _encoded(build: Builder) -> None:
                 for step in ckpt.steps(steps[-1]):
                     ckpt.wait()
                     state["weights"] *= np.float32(1.0001)
+                    state["half"][:] = state["weights"]
                     state["bytes"][step * 50] ^= 1
                     state["step"] = step + 1
                     copied = {

@@ -61,7 +61,7 @@ def make() -> dict[str, list[bytes]]:
     ]
     index = encode_index(_index(), ID, REPOSITORY)
     split = _split(index)
-    encoded = encode_index(_encoded_index(), ID, REPOSITORY)
+    encoded, rounded = (encode_index(one, ID, REPOSITORY) for one in (_encoded_index(), _rounded_index()))
     parent = CheckpointId("other", 1, 3)
     who = this_process()
     record = AttemptRecord("main", 1, _SAVE, parent, who, "2026-01-02T03:04:05Z")
@@ -73,8 +73,8 @@ def make() -> dict[str, list[bytes]]:
         "manifest": [_open(one) for one in manifests],
         "outline": [_open(one) for one in manifests],
         "tree": [canonical_json.dumps(found.tree), canonical_json.dumps(small.tree), *_single_values()],
-        "index": [split, _split(encoded)],
-        "index_bytes": [index, encoded],
+        "index": [split, _split(encoded), _split(rounded)],
+        "index_bytes": [index, encoded, rounded],
         "stored_chunk": list(_stored_chunks()),
         "boxes": [_split(encode_boxes(_boxes(), ID, BOXES_OF, REPOSITORY))],
         "begin": [
@@ -175,6 +175,25 @@ def _encoded_index() -> Index:
         packs=packs,
         offset=np.zeros(2, np.int64),
         stored=StoredChunks(("raw", "delta4-zstd"), pack, offset, stored, raw, codec, base, digests),
+    )
+
+
+def _rounded_index() -> Index:
+    """`b` is the rounding of `a`, which lies as it is."""
+    plain = _encoded_index()
+    specs = [LeafSpec("a", "float32", (2,)), LeafSpec("b", "bfloat16", (2,))]
+    columns = ([0, 0], [128, 136], [8, 3], [8, 4], [0, 1], [-1, 0])
+    pack, offset, stored, raw, codec, base = (np.array(column, np.int64) for column in columns)
+    digests = np.stack([np.full(16, 3, np.uint8), np.full(16, 4, np.uint8)])
+    return replace(
+        plain,
+        packs=(PackEntry("rank-00000.pack", 139, 128, bytes(16)),),
+        specs=specs,
+        length=np.array([8, 4]),
+        digests=digests,
+        stored=StoredChunks(
+            ("raw", "xor2-zstd"), pack, offset, stored, raw, codec, base, digests, np.array([0, 1], np.uint8)
+        ),
     )
 
 

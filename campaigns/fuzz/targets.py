@@ -148,11 +148,19 @@ def _encoded_chunks(found: Index, stored: StoredChunks) -> None:
         name = stored.codecs[int(stored.codec[number])]
         if name != RAW and not 0 < stored.raw[number] <= MAX_CHUNK_BYTES:
             raise Broken(f"chunk {number} is decoded to {stored.raw[number]} bytes")
-        base, links = int(stored.base[number]), 0
-        while base >= 0:
-            if stored.raw[base] != stored.raw[number] or links > MAX_CHAIN:
-                raise Broken(f"chunk {number} cannot be decoded from {base}")
-            base, links = int(stored.base[base]), links + 1
+        reached, links = np.array([number]), 0
+        while len(reached):
+            below = np.unique(stored.below(reached))
+            halves = stored.rounded is not None and bool(stored.rounded[reached].any())
+            if links > MAX_CHAIN or (not halves and (stored.raw[below] != stored.raw[number]).any()):
+                raise Broken(f"chunk {number} cannot be decoded from {below}")
+            reached, links = below, links + 1
+        if stored.rounded is not None and stored.rounded[number]:
+            held = sum(int(stored.raw[one]) for one in stored.below(np.array([number])))
+            if held < 2 * stored.raw[number] or any(
+                one >= len(found.digests) for one in stored.below(np.array([number]))
+            ):
+                raise Broken(f"chunk {number} is rounded from fewer numbers than it has")
     if int(stored.raw[: len(found.digests)].sum()) != int(found.length.sum()):
         raise Broken("the chunks are not as long as the leaves")
 

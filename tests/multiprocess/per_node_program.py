@@ -1,6 +1,6 @@
 """What each rank runs: FSDP2 and AdamW with packs on the nodes' own disks, restored and then trained further.
-`per_node_program.py PLACE NODE,… STEPS`: the node of each rank, and the step to train to. Rank 0 writes to
-`PLACE/told.json` what all of them have seen."""
+`per_node_program.py PLACE NODE,… STEPS [ENCODING]`: the node of each rank, the step to train to, and how saves are
+stored, at each step unless plain. Rank 0 writes to `PLACE/told.json` what all of them have seen."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 def main() -> None:
     place, nodes, steps = Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3])
+    encoding = sys.argv[4] if len(sys.argv) > 4 else "plain"
     dist.init_process_group("gloo")
     node = nodes[dist.get_rank()]
     home = place / "home"
@@ -52,7 +53,7 @@ def main() -> None:
     original = LocalStore.put_if_absent
 
     def watched(self: LocalStore, name: str, content: Any, *, token: str) -> Any:
-        if Path(self.root) == home and ".safetensors" in name:
+        if Path(self.root) == home and (".safetensors" in name or ".pack" in name):
             put.append((name, content.length))
         return original(self, name, content, token=token)
 
@@ -61,7 +62,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     where = tenuto.PerNode(place / node, home=home, node=node)
     with tenuto.Checkpointer(
-        where, {"model": model, "optimizer": optimizer}, save=tenuto.on.end(), on_error="raise"
+        where,
+        {"model": model, "optimizer": optimizer},
+        save=tenuto.on.end() if encoding == "plain" else tenuto.every(steps=1),
+        on_error="raise",
+        encoding=encoding,
     ) as ckpt:
         restored = ckpt.restore()
         at_restart = list(put)

@@ -27,8 +27,9 @@ SMALL = 128 << 10
 """More than headers of packs, and leaves of one number or one row, come to."""
 
 
-def run(place: Path, nodes: Sequence[str], steps: int) -> Any:
-    status = forked.job(PROGRAM, len(nodes), str(place), ",".join(nodes), str(steps), log=place / "log", timeout=240)
+def run(place: Path, nodes: Sequence[str], steps: int, *more: str) -> Any:
+    words = (str(place), ",".join(nodes), str(steps), *more)
+    status = forked.job(PROGRAM, len(nodes), *words, log=place / "log", timeout=240)
     assert not any(status), forked.told(place / "log", len(nodes))
     return json.loads((place / "told.json").read_text())
 
@@ -68,6 +69,24 @@ def test_a_restart_on_the_same_nodes_moves_no_byte_of_any_pack(trained: tuple[Pa
     assert put(told, "at_restart") == 0
     assert in_home(place) == before
     assert_whole(Repo.open(open_store(place / "home")))
+
+
+@pytest.mark.parametrize("encoding", ["dedupe", "small"])
+def test_encoded_data_files_stay_on_their_nodes_and_are_handed_over(tmp_path: Path, encoding: str) -> None:
+    """The same nodes again, changed nodes, then three ranks: what a rank lacks of a checkpoint, and of those that
+    it rests on, goes through the home for as long as they read."""
+    saved = run(tmp_path, ["a", "b"], 2, encoding)
+    assert not list((tmp_path / "home").rglob("*.pack*"))
+    told = run(tmp_path, ["a", "b"], 2, encoding)
+    assert (told["step"], told["began"]) == (2, saved["ended"])
+    assert put(told, "at_restart") < SMALL, "no more than what both nodes need and one has"
+    for nodes, steps in ((["b", "a"], 3), (["a", "b", "b"], 4)):
+        told = run(tmp_path, nodes, steps, encoding)
+        assert (told["step"], told["began"]) == (steps - 1, saved["ended"])
+        assert put(told, "at_restart") > MIB
+        assert not list((tmp_path / "home").rglob("*.pack*"))
+        saved = told
+    assert_whole(Repo.open(open_store(tmp_path / "home")))
 
 
 def test_ranks_that_have_changed_nodes_are_handed_their_parts_for_as_long_as_they_read(

@@ -11,7 +11,9 @@ from typing import Final
 import numpy as np
 
 ROUNDED: Final = {"bfloat16": 2, "float16": 2}
-"""The dtypes to which float32 can be rounded, and the bytes of their items."""
+"""The dtypes to which float32 can be rounded, and the bytes of their items. Indexes have their places in this order."""
+MASTER: Final = "float32"
+"""The dtype of what is rounded."""
 
 
 def rounded(master: memoryview, dtype: str) -> bytes:

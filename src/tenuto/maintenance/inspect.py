@@ -101,7 +101,7 @@ class Scan:
         finally:
             for pack in self._packs.values():
                 pack.close()
-        return [*found, *self._by_leaf(bad)]
+        return [*found, *self._by_leaf([*bad, *self._of_copies(bad)])]
 
     def _place(self, number: int) -> str:
         return f"{self._store.url} {self._name(number)}"
@@ -152,6 +152,35 @@ class Scan:
         ]
         self._on_bytes(piece.stop - piece.start)
         return bad
+
+    def _of_copies(self, bad: list[Fault]) -> list[Fault]:
+        """Returns the chunks that are rounded from what these damaged ones hold, and lie elsewhere."""
+        stored = self._chunks.stored
+        if not bad or stored is None or stored.rounded is None:
+            return []
+        places = {(pack, offset): message for _, pack, offset, message in bad}
+        whose = list(zip(stored.pack.tolist(), stored.offset.tolist(), strict=True))
+        first = {number: place for number, place in enumerate(whose) if place in places}
+        hurt = dict(first)
+        built = np.flatnonzero(stored.base >= 0).tolist()
+        below = {number: stored.below(np.array([number])).tolist() for number in built}
+        grown = True
+        while grown:  # once for each link of the longest chain
+            more = {
+                number: hurt[one]
+                for number, others in below.items()
+                if number not in hurt
+                for one in others
+                if one in hurt
+            }
+            hurt |= more
+            grown = bool(more)
+        row = np.searchsorted(self._chunks.first, np.arange(len(self._chunks.digests)), side="right") - 1
+        return [
+            (int(row[number]), *hurt[number], f"it is rounded from a tensor of which {places[hurt[number]]}")
+            for number in np.flatnonzero(stored.rounded).tolist()
+            if number in hurt and number not in first
+        ]
 
     def _by_leaf(self, bad: list[Fault]) -> list[Finding]:
         """Returns one finding per leaf, at its first damaged chunk: a lost disk must not print a million lines."""

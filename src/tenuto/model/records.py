@@ -69,6 +69,9 @@ class StoredChunks:
     codec: int64 [n], places in `codecs`.
     base: int64 [n], the chunk that it is decoded from as well; -1 where from none.
     digests: uint8 [n, 16], of the stored bytes.
+    rounded: uint8 [n], 0 where the base is what that chunk holds; 1 (bfloat16) or 2 (float16) where it is the rounding
+        of the float32 numbers which that chunk and, where it is too short, the one behind it hold. None where all are
+        0.
     """
 
     codecs: tuple[str, ...]
@@ -79,9 +82,32 @@ class StoredChunks:
     codec: np.ndarray[Any, Any]
     base: np.ndarray[Any, Any]
     digests: np.ndarray[Any, Any]
+    rounded: np.ndarray[Any, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.pack)
+
+    def below(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns the chunks that these are decoded from, one step down; those that are decoded from none add none."""
+        found: np.ndarray[Any, Any] = self.base[numbers]
+        found = found[found >= 0]
+        if self.rounded is None:
+            return found
+        import numpy as np
+
+        halves = numbers[self.rounded[numbers] > 0]
+        longer = halves[2 * self.raw[halves] > self.raw[self.base[halves]]]
+        return np.concatenate([found, self.base[longer] + 1])
+
+    def needed(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns these chunks and all that they are decoded from, in ascending order."""
+        import numpy as np
+
+        found = reached = np.unique(numbers)
+        while len(reached):
+            reached = np.setdiff1d(self.below(reached), found)
+            found = np.union1d(found, reached)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +192,8 @@ class Manifest:
     """What the save has found of the values of all leaves; None where it has not looked."""
     code: str = ""
     """The authentication code of a sealed checkpoint: the number of its key, a colon, and an HMAC."""
+    rounded: bool = False
+    """Whether chunks of its indexes are decoded from the rounding of others."""
 
     @property
     def stored_bytes(self) -> int:

@@ -16,6 +16,7 @@ from tenuto.codec.chunk_map import Chunks
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Bytes = np.ndarray[Any, np.dtype[np.float64]]
 
 TASK_BYTES: Final = 1 << 20
 GAP_BYTES: Final = 256 << 10
@@ -66,10 +67,18 @@ def cut(length: Column, step: int) -> tuple[Column, Column]:
     return row, within * step
 
 
-def coalesce(chunks: Chunks, *, task_bytes: int = TASK_BYTES, gap_bytes: int = GAP_BYTES) -> ReadPlan:
+def wanted_bytes(chunks: Chunks) -> Bytes:
+    """Returns the bytes of all wanted chunks of each wanted row, by its place among them."""
+    return np.asarray(np.bincount(chunks.want, weights=chunks.size), np.float64)
+
+
+def coalesce(
+    chunks: Chunks, *, wanted: Bytes | None = None, task_bytes: int = TASK_BYTES, gap_bytes: int = GAP_BYTES
+) -> ReadPlan:
     """Returns tasks that cover every chunk once, in the order of the pack.
 
     chunks: those of the wanted rows, in one pack, row after row; two rows may want the same bytes.
+    wanted: `wanted_bytes` of all chunks of these rows; None where `chunks` are all of them.
     task_bytes: the longest task, unless one chunk is longer.
     gap_bytes: the most unwanted bytes in a row that a task reads.
     """
@@ -86,7 +95,9 @@ def coalesce(chunks: Chunks, *, task_bytes: int = TASK_BYTES, gap_bytes: int = G
     reached = np.maximum.accumulate(position + size)
     bounds = _groups(position, reached, task_bytes, gap_bytes)
     first = np.append(first, len(chunks))[bounds]
-    runs = _runs(chunks, _small(chunks), first[:-1])
+    small = (wanted_bytes(chunks) if wanted is None else wanted) < SMALL_BYTES
+    # The short end of a long row is not handled as a small row is, though it may be all that is read of it here.
+    runs = _runs(chunks, small[chunks.want], first[:-1])
     return ReadPlan(chunks, runs.tolist(), _tasks(position, size, bounds, np.searchsorted(runs, first)))
 
 
@@ -104,14 +115,6 @@ def _piece_begins(chunks: Chunks, most: int) -> Flags:
 def _elsewhere(chunks: Chunks) -> Flags:
     """Returns which chunks but the first do not begin in their row where the chunk before them ends in its."""
     found: Flags = chunks.start[1:] != chunks.start[:-1] + chunks.size[:-1]
-    return found
-
-
-def _small(chunks: Chunks) -> Flags:
-    """Returns which chunks belong to rows of which few bytes are wanted: the short end of a long row is not handled as
-    a small row is."""
-    wanted = np.bincount(chunks.want, weights=chunks.size)
-    found: Flags = (wanted < SMALL_BYTES)[chunks.want]
     return found
 
 

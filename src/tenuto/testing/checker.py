@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from tenuto.codec.chunk_map import chunk_count
+from tenuto.codec.derived import ROUNDED, rounded
 from tenuto.codec.registry import codec
 from tenuto.errors import CorruptionError, NotARepository, StoreError, TenutoError
 from tenuto.model.ids import CheckpointId
@@ -309,8 +310,11 @@ def _decoded(index: Index, stored: StoredChunks, packs: list[bytes]) -> Iterator
         name, base = stored.codecs[int(stored.codec[number])], int(stored.base[number])
         if name == "raw":
             return piece
-        out = bytearray(int(stored.raw[number]))
-        codec(name).decode(memoryview(piece), memoryview(out), None if base < 0 else memoryview(content(base)))
+        out, other = bytearray(int(stored.raw[number])), b"" if base < 0 else content(base)
+        if stored.rounded is not None and stored.rounded[number]:
+            other += content(base + 1) if len(other) < 2 * len(out) else b""
+            other = rounded(memoryview(other)[: 2 * len(out)], tuple(ROUNDED)[stored.rounded[number] - 1])
+        codec(name).decode(memoryview(piece), memoryview(out), None if base < 0 else memoryview(other))
         return bytes(out)
 
     for row, spec in enumerate(index.specs):

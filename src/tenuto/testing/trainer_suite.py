@@ -57,6 +57,8 @@ class TrainerSuite:
     """Names of the digest that may differ, with a reason beside them in the subclass."""
     repeats_itself: ClassVar[bool] = True
     """False for a trainer whose runs differ without any interruption: then `certify` is not asked."""
+    again: ClassVar[Sequence[float]] = (0.25, 0.5)
+    """After these parts of the training it is resumed, killed, and resumed from what the resumed one has saved."""
     certify_steps: ClassVar[Sequence[int]] = (3,)
     """The steps after which `tenuto certify` kills and resumes."""
     deadline_s: ClassVar[float] = 240.0
@@ -108,6 +110,20 @@ class TrainerSuite:
             if differences := self.differences(found, plain):
                 wrong.append(f"resumed from step {step}: {'; '.join(differences[:2])}")
         assert not wrong, f"{len(wrong)} of {len(chosen)} resumes differ:\n" + "\n".join(wrong[:SHOWN])
+
+    def test_it_resumes_from_what_a_resumed_one_has_saved(
+        self, plain: dict[str, Any], every_step: tuple[Path, dict[str, Any]], tmp_path: Path
+    ) -> None:
+        """What is restored right may be kept wrong for the saves that follow."""
+        saved = sorted(one.step for one in tenuto.Repository(every_step[0]).checkpoints())
+        for part in self.again:
+            step = max((one for one in saved if one <= part * self._steps(plain)), default=saved[0])
+            where = shutil.copytree(every_step[0], tmp_path / f"from{step}")
+            life = Life(self, where, tmp_path, f"again{step}", "--resume-from", str(step), "--every-step")
+            life.until(3)
+            life.end(signal.SIGKILL)
+            found = self.run(where, tmp_path)
+            self.same(found, plain, f"resumed from step {step}, killed three steps later and resumed once more")
 
     def test_sigterm_leaves_with_its_step_saved(self, plain: dict[str, Any], tmp_path: Path) -> None:
         life = Life(self, tmp_path / "saved", tmp_path, "asked")

@@ -30,4 +30,5 @@ def test_it_measures_every_codec_on_every_part_of_a_state(tmp_path: Path) -> Non
             assert share <= bounds[part][difference] + 0.08, f"{difference} on {part} is far from its bound"
         assert all(one[f"{way}_gb_s"] > 0 for one in measured.values() for way in ("encode", "decode"))
     assert found["whole_state_ratio"]["by itself"] > 1.1
+    assert found["whole_state_ratio"]["in one save"] > found["whole_state_ratio"]["by itself"]
     assert (tmp_path / "2_1_2.pt").is_file()

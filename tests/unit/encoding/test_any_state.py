@@ -177,3 +177,17 @@ def test_damage_is_told_of_the_leaf_that_it_strikes(tmp_path: Path) -> None:
     pack.write_bytes(data)
     with pytest.raises(CorruptionError, match=r"^second is damaged"):
         tenuto.load(tmp_path, step=1)
+
+
+@pytest.mark.parametrize("encoding", PAIR)
+def test_the_ends_of_long_leaves_that_lie_together(tmp_path: Path, encoding: Any) -> None:
+    """All that a data file has of two leaves are their last, short chunks: these are no small leaves."""
+    Repo.create_or_open(open_store(tmp_path), chunk_bytes=8192)
+    source = np.random.default_rng(0)
+    state: State = {name: source.integers(0, 255, 30_000, dtype=np.uint8) for name in "abc"}
+
+    def change(step: int) -> None:
+        for value in state.values():
+            value[-1] = step
+
+    all_come_back(tmp_path, train(tmp_path, state, 3, change, encoding=encoding))

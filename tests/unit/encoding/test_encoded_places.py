@@ -365,11 +365,14 @@ def test_several_ranks_share_data_files_in_tiers(tmp_path: Path, alone: Callable
     assert assert_alone(alone(slow))[-1] == 6, "one before it may have been skipped"
 
 
-def test_data_files_of_each_nodes_own_are_not_shared(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="keeps data files on each node"):
-        train(PerNode(tmp_path / "disk", home=tmp_path / "shared"))
-    with pytest.raises(UsageError, match="keeps data files in another location than the primary"):
-        train(Tiers(Tier(tmp_path / "a", wait=False), Tier(tmp_path / "b", wait=True)))
+def test_a_primary_that_is_filled_in_the_background_takes_no_encoded_saves(tmp_path: Path) -> None:
+    place = tmp_path.joinpath
+    for first, second in (
+        (Tier(place("a"), wait=False), Tier(place("b"), wait=True)),
+        (Tier(place("c"), per_node=True), Tier(place("d"))),
+    ):
+        with pytest.raises(UsageError, match="gets its data files in the background"):
+            train(Tiers(first, second))
 
 
 def test_a_primary_that_a_person_names_alone_writes_what_only_other_places_have(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from support.broken_places import over
 from support.changing_state import State, all_come_back, bits, noise
 from support.rank_threads import together
 from tenuto import Encoding
-from tenuto.engine.save import encoder
+from tenuto.engine.save import encoded_pack, encoder
 from tenuto.engine.save.encoder import EncodedPacks, StateEncoder
 from tenuto.errors import CheckpointNotFound, SaveFailed
 from tenuto.repo.repository import Repo
@@ -43,7 +43,7 @@ CALLS = {
 @pytest.fixture(autouse=True)
 def _short_packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several to a save; and failures on purpose do not end the test run."""
-    monkeypatch.setattr(encoder, "PACK_BYTES", 64 * KIB)
+    monkeypatch.setattr(encoded_pack, "PACK_BYTES", 64 * KIB)
     monkeypatch.setattr(encoder, "BATCH_BYTES", 64 * KIB)
     yield
     exit_status._ending.failures.clear()

@@ -22,6 +22,7 @@ class TestATrainerThatOwnsItsLoop(TrainerSuite):
     preload = PRELOAD
     kills = 1
     every = 10
+    again = (0.5,)
     certify_steps = ()
 
 

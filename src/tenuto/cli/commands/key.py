@@ -274,7 +274,7 @@ def _rotate(repo: Repo, files: Sequence[str], yes: bool, json: bool) -> None:
     else:
         output.line(f"key {ring.key} seals what is saved from now on; older checkpoints stay readable")
         output.story("note: processes that train have to be started again to use it")
-        output.story(f"hint: {typed('tenuto', 'repack', repo.url)} seals what a run that has ended has saved anew")
+        output.story(f"hint: {typed('tenuto', 'repack', repo.url)} encrypts again what a run that has ended has saved")
 
 
 def _ask_for_passphrases(ring: KeyRing, given: list[Secret]) -> None:

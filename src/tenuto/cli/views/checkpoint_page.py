@@ -171,10 +171,13 @@ def stored(manifest: Manifest) -> str | None:
         return (
             f"{size(manifest.stored_bytes)} of {size(manifest.bytes)}; by rank 0: {clean(str(about.get('decision')))}"
         )
-    written, raw, named, deltas = (int(about.get(f"{name}_bytes", 0)) for name in ("written", "raw", "named", "delta"))
+    names = ("written", "raw", "named", "delta", "rounded")
+    written, raw, named, deltas, copies = (int(about.get(f"{name}_bytes", 0)) for name in names)
     parts = [f"{size(written)} of {size(raw)}"]
     if named:
         parts.append(f"{size(named)} are named in others")
     if deltas:
         parts.append(f"{size(deltas)} are differences")
+    if copies:
+        parts.append(f"{size(copies)} are rounded from its float32 tensors")
     return f"{', '.join(parts)}; {clean(str(about.get('decision')))}"

@@ -83,7 +83,8 @@ def _bases(posts: Iterable[RankMessage]) -> tuple[CheckpointId, ...]:
 def _united(posts: Sequence[RankMessage]) -> dict[str, Any]:
     """Returns what the manifest says."""
     stored = [int(post.head["stored"]) for post in posts if "stored" in post.head]
-    return {"bases": _bases(posts), "stored": sum(stored)} if stored else {}
+    rounded = any(post.head.get("rounded") for post in posts)
+    return {"bases": _bases(posts), "rounded": rounded, "stored": sum(stored)} if stored else {}
 
 
 def _united_health(posts: Sequence[RankMessage]) -> Health | None:

@@ -192,7 +192,8 @@ class HandOver:
         home, copies = self._places.home, self._places.partial_copies.values()
 
         def visible() -> bool:
-            home.children(id.directory)  # listed first, which makes a network file system look again
+            for directory in {id.directory, *(copy.rpartition("/")[0] for copy in copies)}:
+                home.children(directory)  # listed first, which makes a network file system look again
             return all(exists(home, copy) for copy in copies)
 
         becomes_visible(visible, self._group.timeout_s, self._group.agreement.session.settings.clock)

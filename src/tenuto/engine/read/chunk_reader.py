@@ -24,7 +24,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import PackEntry
 from tenuto.repo.format.stored_chunks import RAW
 from tenuto.repo.repository import Repo
-from tenuto.sharding.coalesce import GAP_BYTES, TASK_BYTES, Flags, ReadPlan, ReadTask, coalesce
+from tenuto.sharding.coalesce import GAP_BYTES, TASK_BYTES, Flags, ReadPlan, ReadTask, coalesce, wanted_bytes
 from tenuto.state.contract import Buffer
 
 if TYPE_CHECKING:
@@ -278,11 +278,13 @@ class ChunkReader:
     def _deliver(self, request: _Request, packs: Callable[[PackEntry], OpenPack]) -> None:
         self._done = 0
         chunks = self._chunks.chunks(request.rows, request.span)
+        wanted = wanted_bytes(chunks)
         coded, numbers = self._coded(chunks), self._chunks.pack[request.rows]
         opened: dict[int, OpenPack] = {}
         decoder: ChunkDecoder | None = None
         if coded is not None:
-            decoded, chunks = chunks.take(np.flatnonzero(coded)), chunks.take(np.flatnonzero(~coded))
+            decoded = chunks.take(self._in_turn(chunks, np.flatnonzero(coded)))
+            chunks = chunks.take(np.flatnonzero(~coded))
             from tenuto.engine.read.encoded_chunks import TASK_BYTES as DECODED_BYTES  # plain ones need no codecs
             from tenuto.engine.read.encoded_chunks import ChunkDecoder
 
@@ -295,7 +297,10 @@ class ChunkReader:
             pack = opened.get(number) or packs(self._entries[number])
             reads |= pack.view is None
             plan = coalesce(
-                chosen, task_bytes=(self._long or TASK_BYTES) if pack.view is None else VIEWED_BYTES, gap_bytes=gap
+                chosen,
+                wanted=wanted,
+                task_bytes=(self._long or TASK_BYTES) if pack.view is None else VIEWED_BYTES,
+                gap_bytes=gap,
             )
             lists = _Lists.of(plan.chunks)
             tasks.extend(_Task(request, pack, plan, lists, task) for task in plan.tasks)
@@ -324,6 +329,16 @@ class ChunkReader:
         sealed = np.array([bool(entry.key) for entry in self._entries], np.bool_)
         found: Flags = (stored.codec[chunks.digest] != plain) | sealed[chunks.pack]
         return found
+
+    def _in_turn(self, chunks: Chunks, coded: Column) -> Column:
+        """Returns these places in the order in which chunks are decoded: one that is rounded from others follows these,
+        so that one task decodes them once."""
+        stored = self._chunks.stored
+        if stored is None or stored.rounded is None:
+            return coded
+        number = chunks.digest[coded]
+        after = np.where(stored.rounded[number] > 0, 2 * stored.base[number] + 3, 2 * number)
+        return coded[np.argsort(after, kind="stable")]
 
     def _decode(self, request: _Request, decoder: ChunkDecoder, chunks: Chunks, opened: Opened) -> None:
         want, start, size = chunks.want.tolist(), chunks.start.tolist(), chunks.size.tolist()

@@ -14,6 +14,7 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.read.chunk_reader import AlignedBuffers, ChunkReader, chunk_runs
 from tenuto.engine.read.packs import OpenPack, missing
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, StoreError, StoreFull
+from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, Manifest, Receipt
 from tenuto.repo.format.object_names import index_file
 from tenuto.repo.replicated.partial_copy import PartialCopy, encode_ranges
@@ -29,22 +30,24 @@ def copy_packs(
     target: Store,
     report: Callable[[str, int], None] = lambda name, nbytes: None,
 ) -> None:
-    """Copies a checkpoint's own packs that are `wanted`, by name, all of a pack (None) or a part, from any place that
-    has them undamaged to `target`; reports name and bytes of each.
+    """Copies packs of a checkpoint that are `wanted`, its own or those that it rests on, by name, all of a pack (None)
+    or a part, from any place that has them undamaged to `target`; reports name and bytes of each.
 
     Raises what `copy_pack` does, and CheckpointNotFound where the checkpoint was removed meanwhile: then the copies are
     deleted again.
     """
-    put = []
+    put: list[str] = []
+    done: set[str] = set()
     ranks = {name.rpartition("/")[2].partition(".")[0] for name in wanted}
     for rank in range(len(manifest.indexes)):
-        if index_file(rank).partition(".")[0] not in ranks:
+        if not manifest.bases and index_file(rank).partition(".")[0] not in ranks:
             continue  # there may be thousands of indexes
         for pack in repo.packs(manifest, rank):
             name = pack.object_name(manifest.id)
-            if name in wanted:
+            if name in wanted and name not in done:
+                done.add(name)
                 part = wanted[name]
-                receipt = copy_pack(repo, manifest, rank, pack.name, target=target, part=part)
+                receipt = copy_pack(repo, manifest, rank, pack.name, at=pack.at, target=target, part=part)
                 if receipt is not None:
                     put.append(receipt.name)
                     report(name, receipt.length)
@@ -61,6 +64,7 @@ def copy_pack(
     file: str,
     *,
     target: Store,
+    at: CheckpointId | None = None,
     to: str = "",
     part: PartialCopy | None = None,
     replaces: bool = False,
@@ -70,6 +74,7 @@ def copy_pack(
     """Copies one pack of a checkpoint's rank, or a part of it, from the first place that has it undamaged; returns the
     receipt of the put, None if `target` has it.
 
+    at: the checkpoint in whose directory it lies, where that is another one.
     to: its name there; empty: its own, or that of the part.
 
     replaces: what `target` has is damaged, and goes once another copy has been verified in full.
@@ -80,8 +85,8 @@ def copy_pack(
     may rely on the pack only while the checkpoint is there, which the caller checks afterwards.
     """
     index = repo.index(manifest, rank)
-    number = next(number for number, entry in enumerate(index.packs) if entry.name == file)
-    name = f"{manifest.id.directory}/{file}"
+    number = next(number for number, entry in enumerate(index.packs) if (entry.name, entry.at) == (file, at))
+    name = index.packs[number].object_name(manifest.id)
     put = to or (name if part is None else part.name)
     failures: list[CorruptionError | StoreError] = []
     for source in each_copy(repo.store, name):
@@ -140,7 +145,7 @@ class VerifiedContent:
     ) -> None:
         """`reader`: of pack `number` of the index, in any place."""
         self._entry = index.packs[number]
-        self._pack = OpenPack(f"{manifest.id.directory}/{self._entry.name}", reader, None)
+        self._pack = OpenPack(self._entry.object_name(manifest.id), reader, None)
         self._index = index
         self._chunks = ChunkMap.of(index)
         self._reader = ChunkReader(repo, manifest.id, self._chunks, index.packs)

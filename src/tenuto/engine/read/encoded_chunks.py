@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tenuto.codec.chunk_map import ChunkMap, Column
+from tenuto.codec.derived import ROUNDED, rounded
 from tenuto.codec.digest import digest
 from tenuto.codec.registry import codec
 from tenuto.engine.read.packs import OpenPack, damaged
@@ -63,19 +64,9 @@ class ChunkDecoder:
         self._codecs = [None if name == RAW else codec(name) for name in chunks.stored.codecs]
         self._path = path
 
-    def needed(self, numbers: Column) -> Column:
-        """Returns these chunks and all that they are decoded from, in ascending order."""
-        found = reached = np.unique(numbers)
-        while True:
-            below = self._stored.base[reached]
-            reached = np.setdiff1d(below[below >= 0], found)
-            if not len(reached):
-                return found
-            found = np.union1d(found, reached)
-
     def packs(self, numbers: Column) -> list[int]:
         """Returns the packs that have to be open to read `numbers`."""
-        found: list[int] = np.unique(self._stored.pack[self.needed(numbers)]).tolist()
+        found: list[int] = np.unique(self._stored.pack[self._stored.needed(numbers)]).tolist()
         return found
 
     def read(
@@ -100,7 +91,7 @@ class ChunkDecoder:
 
     def _fetch(self, wanted: Column, rows: Sequence[int], opened: Opened) -> dict[int, Buffer]:
         """Returns the stored bytes of chunks and of all that they are decoded from, verified."""
-        stored, numbers = self._stored, self.needed(wanted)
+        stored, numbers = self._stored, self._stored.needed(wanted)
         order = numbers[np.lexsort((stored.offset[numbers], stored.pack[numbers]))]
         pack, low = stored.pack[order], stored.offset[order]
         high = low + stored.stored[order]
@@ -122,20 +113,29 @@ class ChunkDecoder:
                 number = int(order[at])
                 piece = data[int(low[at]) - begin : int(high[at]) - begin]
                 if digest(piece.data) != stored.digests[number].tobytes():
-                    row = next(row for one, row in zip(wanted, rows, strict=True) if number in self.needed(one))
+                    row = next(row for one, row in zip(wanted, rows, strict=True) if number in stored.needed(one))
                     raise damaged(self._repo, self._path(row), source.name, len(piece), int(low[at]))
                 found[number] = piece
             first = stop
         return found
 
     def _content(self, number: int, row: int, one: _Reading) -> Buffer:
-        base, known, chain = self._stored.base, one.known, [number]
-        while chain[-1] not in known and base[chain[-1]] >= 0:
-            chain.append(int(base[chain[-1]]))
-        for link in reversed(chain):
-            if link not in known:
-                known[link] = self._decoded(link, row, one)
-        return known[number]
+        if number not in one.known:
+            for below in self._stored.below(np.array([number])).tolist():
+                self._content(below, row, one)  # no deeper than the longest chain
+            one.known[number] = self._decoded(number, row, one)
+        return one.known[number]
+
+    def _base(self, number: int, known: Mapping[int, Buffer]) -> memoryview | None:
+        """Returns the bytes that a chunk is decoded from beside its own."""
+        stored, base = self._stored, int(self._stored.base[number])
+        if base < 0:
+            return None
+        if stored.rounded is None or not stored.rounded[number]:
+            return known[base].data
+        nbytes = 2 * int(stored.raw[number])
+        numbers = known[base] if len(known[base]) >= nbytes else np.concatenate([known[base], known[base + 1]])
+        return memoryview(rounded(numbers[:nbytes].data, tuple(ROUNDED)[stored.rounded[number] - 1]))
 
     def _decoded(self, number: int, row: int, reading: _Reading) -> Buffer:
         stored, piece = self._stored, reading.pieces[number]
@@ -147,11 +147,11 @@ class ChunkDecoder:
                 raise self._refused(number, row, reading.opened, Tampered) from error
         if one is None:
             return piece  # its digest is the content's, or the seal vouches for it
-        base, out = int(stored.base[number]), reading.targets.get(number)
+        out = reading.targets.get(number)
         if out is None:
             out = np.empty(int(stored.raw[number]), np.uint8)
         try:
-            one.decode(piece.data, out.data, None if base < 0 else reading.known[base].data)
+            one.decode(piece.data, out.data, self._base(number, reading.known))
         except CorruptionError as error:
             raise self._refused(number, row, reading.opened) from error
         if number < len(self._map.digests) and self._named(out) != self._map.digest_of(number):

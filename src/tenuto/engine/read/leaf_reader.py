@@ -105,6 +105,7 @@ class LeafTargets:
         """Copies pieces of small leaves: `size[i]` bytes from `at[i]` of `source` on to byte `start[i]` of leaf
         `want[i]`."""
         assert not len(at) or int((at + size).max()) <= len(source), "pieces lie within what was read"
+        assert self._address[want].all(), "only small leaves are filled so"
         if self._lead is not None:
             start = start - self._lead[want]
             begin = np.maximum(start, 0)

@@ -125,7 +125,7 @@ class ShardedReader:
         own = self._private(laid.private)
         rank, row, length = (np.array([one[at] for one in own], np.int64) for at in range(3))
         low, high = saved_spans(plan, saved)
-        stored = self._stored(
+        stored = self._needed(
             np.concatenate([saved.rank[plan.saved].astype(np.int64), rank]),
             np.concatenate([saved.row[plan.saved], row]),
             (np.concatenate([low, np.zeros_like(length)]), np.concatenate([high, length])),
@@ -315,6 +315,23 @@ class ShardedReader:
         low = np.concatenate([runs.first, np.array([begin for begin, _ in spans], np.int64)])
         high = np.concatenate([runs.stop, np.array([end for _, end in spans], np.int64)])
         return self._stored(saver, row, (low, high))
+
+    def _needed(self, saver: Column, row: Column, span: Span) -> PackRanges:
+        """Returns where all lies that these bytes of these rows are decoded from, in no order."""
+        found = [PackRanges(row[:0], row[:0], row[:0])]
+        for one in np.unique(saver).tolist():
+            table, at = self._of(one), np.flatnonzero(saver == one)
+            some = span[0][at], span[1][at]
+            if table.stored is None:
+                found.append(self._stored(saver[at], row[at], some))
+                continue
+            stored = table.stored
+            numbers = stored.needed(ChunkMap.of(table).chunks(row[at], some).digest)
+            low = stored.offset[numbers]
+            pack = np.array(_pack_number(one, stored.pack[numbers]))
+            found.append(PackRanges(pack, low, low + stored.stored[numbers]))
+        pack, low, high = (np.concatenate([getattr(one, name) for one in found]) for name in ("pack", "low", "high"))
+        return PackRanges(pack, low, high)
 
     def _stored(self, saver: Column, row: Column, span: Span) -> PackRanges:
         """Returns where the chunks with these bytes of these rows lie in the packs."""

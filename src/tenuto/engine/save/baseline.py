@@ -34,6 +34,7 @@ class Baseline:
     - `content`: uint8 [n, 16], digests of what the chunks of its rows hold.
     - `depth`: int64, from how many others each chunk is decoded, one upon the other.
     - `usable`: bool, whether a chunk may be named.
+    - `again`: bool, whether a chunk that is decoded from the rounding of others may be named where those are.
     - `rows`: returns the forms of its leaves in the order of the index.
     - `chunk_bytes`: the length of its chunks.
     - `sealed`: the number of the key under which it is sealed; None where it is not.
@@ -46,6 +47,7 @@ class Baseline:
     content: np.ndarray[Any, np.dtype[np.uint8]]
     depth: Column
     usable: Flags
+    again: Flags
     rows: Callable[[], list[tuple[Any, ...]]]
     chunk_bytes: int
     fingerprint: str = ""
@@ -60,7 +62,8 @@ class Baseline:
 
     def without(self, gone: Sequence[bool]) -> Baseline:
         """Returns it without the chunks that rest on packs that are `gone`."""
-        return replace(self, usable=self.usable & ~_resting_on(self.stored, np.array(gone, np.bool_)), _places=[])
+        stays = ~_resting_on(self.stored, _within(self.stored, np.array(gone, np.bool_)))
+        return replace(self, usable=self.usable & stays, again=self.again & stays, _places=[])
 
     def entries_for(self, plan: SavePlan, keys: Callable[[], list[tuple[Any, ...]]]) -> Column:
         """Returns for each chunk of a save of this structure the chunk at the same place, or -1. `keys`: returns the
@@ -130,13 +133,16 @@ def baseline_in(index: Index, id: CheckpointId, *, fingerprint: str = "") -> Bas
         stored = StoredChunks(
             (RAW,), chunks.pack, chunks.offset, chunks.stored, chunks.size, nothing, nothing - 1, index.digests
         )
+    usable = ~_resting_on(stored, _within(stored, _sparse(stored, packs)))
+    rounded = np.zeros(len(stored), np.bool_) if stored.rounded is None else stored.rounded > 0
     return Baseline(
         id,
         stored,
         packs,
         np.ascontiguousarray(index.digests),
         _depth(stored),
-        ~_resting_on(stored, _sparse(stored, packs)),
+        usable & ~_resting_on(stored, rounded),
+        usable & rounded,
         rows,
         index.chunk_bytes,
         fingerprint,
@@ -163,10 +169,15 @@ def _sparse(stored: StoredChunks, packs: Sequence[PackEntry]) -> Flags:
     return np.asarray(needed <= SPARSE * whole, np.bool_)
 
 
-def _resting_on(stored: StoredChunks, packs: Flags) -> Flags:
-    """Returns which chunks lie in these packs, or are decoded from one that does."""
+def _within(stored: StoredChunks, packs: Flags) -> Flags:
+    """Returns which chunks lie in these packs."""
     found: Flags = packs[stored.pack] if len(packs) else np.zeros(len(stored), np.bool_)
-    below = stored.base
+    return found
+
+
+def _resting_on(stored: StoredChunks, chunks: Flags) -> Flags:
+    """Returns which chunks are these, or are decoded from one of them."""
+    found, below = chunks, stored.base
     while True:
         grown = found | ((below >= 0) & found[below])
         if np.array_equal(grown, found):

@@ -10,13 +10,20 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.digest import digest
+from tenuto.engine.staging.plan import SavePlan
 from tenuto.model.records import PackEntry
-from tenuto.seal.cipher import PackSealer
+from tenuto.repo.format.object_names import encoded_pack_file
+from tenuto.seal.cipher import TAG, PackSealer
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
 
 PAGE: Final = 4096
 PIECE_BYTES: Final = 64 << 20
+PACK_BYTES: Final = 64 << 20
+STRAIGHT_BYTES: Final = 16 << 20
+"""A run of chunks that is at least so long is not copied before it is put."""
+MOST_PACKS: Final = 200
+"""About as many packs has a save at most: of a large state they are longer."""
 _SMALLER: Final = 1.05
 _FASTER: Final = 1.25
 """By how much encoding has to make a state smaller, and be faster than the place, for `auto` to encode: its rate was
@@ -116,6 +123,13 @@ class Rates:
             self.encode = _mean(self.encode if whole == self.whole else 0.0, raw / took)
         self.whole |= whole
 
+    def decision(self, name: str) -> str:
+        """Returns in words whether codec `name` is worth it, and why."""
+        if not self.place or not self.encode:
+            return "not compressed: this place has not been measured yet"
+        figures = f"it takes {self.place / 1e9:.2f} GB/s, and {name} encodes {self.encode / 1e9:.2f} GB/s"
+        return f"{'' if self.worth else 'not '}compressed: {figures} to 1/{self.ratio:.2f}"
+
     def add_put(self, nbytes: int, took: float) -> None:
         self.place = _mean(self.place, nbytes / took)
 
@@ -131,3 +145,25 @@ def stretches(chunks: Column, begin: Column, end: Column) -> list[tuple[int, int
     cuts = np.flatnonzero((np.diff(chunks) != 1) | (begin[chunks[1:]] != end[chunks[:-1]])) + 1
     firsts, lasts = chunks[np.append(0, cuts)], chunks[np.append(cuts, len(chunks)) - 1]
     return list(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))
+
+
+def encoded_names(plan: SavePlan) -> list[str]:
+    """Returns the names that the packs of a save of this structure may have."""
+    room, image = longest_pack(plan) - _longest_chunk(plan) - PAGE, plan.layout.nbytes + TAG * plan.chunks.total
+    room = min(room, straight_bytes(plan))
+    return [encoded_pack_file(plan.rank, number) for number in range(image // room + 10)]
+
+
+def longest_pack(plan: SavePlan) -> int:
+    """Returns how long a pack of this structure may become."""
+    image = plan.layout.nbytes + TAG * plan.chunks.total
+    return max(min(PACK_BYTES, image), -(-image // MOST_PACKS), 2 * _longest_chunk(plan)) + 2 * PAGE
+
+
+def _longest_chunk(plan: SavePlan) -> int:
+    return min(plan.chunk_bytes, plan.layout.nbytes) + TAG
+
+
+def straight_bytes(plan: SavePlan) -> int:
+    """Returns how long a run has to be to become a pack of its own."""
+    return max(STRAIGHT_BYTES, longest_pack(plan) // 4)

@@ -25,8 +25,18 @@ from tenuto.codec.digest import digest
 from tenuto.codec.registry import codec
 from tenuto.concurrency.worker_threads import lower_priority
 from tenuto.engine.save.baseline import Baseline, baseline_in, baseline_of, keys_of, sizes_of
-from tenuto.engine.save.encoded_pack import PAGE, Filling, Rates, Segment, stretches
+from tenuto.engine.save.encoded_pack import (
+    PAGE,
+    STRAIGHT_BYTES,
+    Filling,
+    Rates,
+    Segment,
+    longest_pack,
+    straight_bytes,
+    stretches,
+)
 from tenuto.engine.save.joined_chunks import Written, joined
+from tenuto.engine.save.rounded_copies import CopySearch
 from tenuto.engine.staging.plan import SavePlan
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, Json, PackEntry, Receipt
@@ -42,15 +52,10 @@ if TYPE_CHECKING:
 
 BATCH_BYTES: Final = 8 << 20
 """Bytes of the image that are encoded at a time."""
-PACK_BYTES: Final = 64 << 20
 FIRST_PACK_BYTES: Final = 8 << 20
 """Packs double from here on: the writer begins early."""
-STRAIGHT_BYTES: Final = 16 << 20
-"""A run of chunks that is at least so long is not copied before it is put."""
 LONGEST_RUN_BYTES: Final = 1 << 30
 """Each such pack may be four times as long as the one before: the writer begins early, and few packs are flushed."""
-MOST_PACKS: Final = 200
-"""About as many packs has a save at most: of a large state they are longer."""
 _TRUSTED: Final = 16
 """For so many saves what was chosen for a leaf is not asked again."""
 _SAMPLES: Final = 8
@@ -68,6 +73,8 @@ class Body(NamedTuple):
     base: int
     digest: bytes = b""
     """Of the data, where it is known already."""
+    master: int = -1
+    """The chunk of this save whose rounding it is decoded from, or -1."""
 
 
 class StateEncoder:
@@ -85,6 +92,7 @@ class StateEncoder:
         """By structure, leaf, and whether there is a base: the codecs to try, and when they were chosen."""
         if encoding.codec is not None:
             codec(f"planes4-{encoding.codec}")  # an absent package is told now, and not at each save
+        self.copies = CopySearch()
         self.pool = ThreadPoolExecutor(encoding.workers, "tenuto-encode", lower_priority)
         self._repo = repo
         self._rank = rank
@@ -166,15 +174,10 @@ class StateEncoder:
 
     def decision(self) -> str:
         """Returns in words what was decided for a save, and why."""
-        rates, name = self.rates, self.encoding.codec
+        name = self.encoding.codec
         if name is None:
             return "chunks are stored as they are"
-        if not self.encoding.auto:
-            return f"compressed by {name}, as asked for"
-        if not rates.place or not rates.encode:
-            return "not compressed: this place has not been measured yet"
-        figures = f"it takes {rates.place / 1e9:.2f} GB/s, and {name} encodes {rates.encode / 1e9:.2f} GB/s"
-        return f"{'' if rates.worth else 'not '}compressed: {figures} to 1/{rates.ratio:.2f}"
+        return self.rates.decision(name) if self.encoding.auto else f"compressed by {name}, as asked for"
 
     def buffer(self, nbytes: int) -> mmap.mmap:
         """Returns memory for a pack, which was touched before where there is some."""
@@ -216,10 +219,11 @@ class EncodedPacks:
                 lambda: keys_of(plan.rows, [spec.path for spec in job.flattened.specs], plan.layout.length),
             )
         self._memory, self._compares = self._image_of_baseline()
+        self._copies = encoder.copies.begin(plan, job.flattened.specs, encoder.saves) if self._compresses else None
         # Of each chunk, in the order of the index, one of three: a new one's place; the chunk of the baseline, or of
         # this save, that it is.
         self._pack, self._offset, self._stored, self._codec = (np.zeros(count, np.int64) for _ in range(4))
-        self._base, self._same, self._twin = (np.full(count, -1, np.int64) for _ in range(3))
+        self._base, self._same, self._twin, self._master = (np.full(count, -1, np.int64) for _ in range(4))
         self._digests = np.zeros((count, 16), np.uint8)
         self._codecs: list[str] = [RAW]
         self._seen: dict[tuple[bytes, int], int] = {}
@@ -298,7 +302,7 @@ class EncodedPacks:
 
     def _segments(self) -> Iterator[Segment]:
         """Yields the packs as they become full."""
-        job, table, image = self._job, self._plan.chunks, self._plan.arena.buffer
+        job, table = self._job, self._plan.chunks
         window = self._plan.arena.window
         most = BATCH_BYTES if window is None else min(BATCH_BYTES, window // 4)
         first = 0
@@ -309,18 +313,18 @@ class EncodedPacks:
             if job.digest_while_writing:
                 job.digester.advance(end)
             job.save.moves()
-            todo = self._new(first, stop)
             if self._compresses:
-                yield from self._add(todo, self._bodies(todo))
+                for some in self._ready(first, stop, end):
+                    todo = self._new(some)
+                    yield from self._add(todo, self._bodies(todo))
+                    self._keep_image(some)
             else:
+                todo = self._new(np.arange(first, stop))
                 self._sample(todo, end)
                 for stretch in stretches(todo, table.begin, table.end):
                     yield from self._add_run(*stretch)
                 if window is not None:
                     yield from self._end_run()
-            if self._memory is not None:
-                begin = int(table.begin[first])
-                np.copyto(self._memory[begin:end], image[begin:end])
             job.filling.written(end)
             self._progress(end)
             first = stop
@@ -331,6 +335,26 @@ class EncodedPacks:
         raw, stored, took = self._encoding.tolist()
         if took:
             self._encoder.rates.add_encoded(raw, stored, took, whole=self._compresses)
+
+    def _ready(self, first: int, stop: int, end: int) -> Iterator[Column]:
+        """Yields chunks of the image in the order in which they are encoded, some at a time: those of `first..stop-1`
+        that wait for nothing, then those that have waited for what lies before `end`."""
+        chunks = np.arange(first, stop)
+        if self._copies is None:
+            yield chunks
+            return
+        yield chunks[~self._copies.waits[first:stop]]
+        due = self._copies.due(end)
+        batch = np.cumsum(self._sizes[self._plan.chunks.row[due]]) // BATCH_BYTES
+        yield from np.split(due, np.flatnonzero(np.diff(batch)) + 1)
+
+    def _keep_image(self, chunks: Column) -> None:
+        """Keeps these chunks of the image, where the next save may make differences to it."""
+        if self._memory is not None:
+            table, image = self._plan.chunks, self._plan.arena.buffer
+            for first, stop in stretches(chunks, table.begin, table.end):
+                begin, end = int(table.begin[first]), int(table.end[stop - 1])
+                np.copyto(self._memory[begin:end], image[begin:end])
 
     def _add(self, chunks: Column, bodies: Iterable[Body]) -> Iterator[Segment]:
         """Copies chunks into packs; yields those that are full."""
@@ -359,6 +383,7 @@ class EncodedPacks:
             data = filling.sealed(body.data)
             self._pack[row], self._offset[row], self._stored[row] = filling.number, filling.length, len(data)
             self._codec[row], self._base[row] = self._codecs.index(body.codec), body.base
+            self._master[row] = body.master
             known = body.digest if data is body.data else b""
             self._digests[row] = np.frombuffer(known or digest(data), np.uint8)
             filling.add(data)
@@ -421,16 +446,24 @@ class EncodedPacks:
 
     # -- what is new ---------------------------------------------------------------------------------------------------
 
-    def _new(self, first: int, stop: int) -> Column:
-        """Notes what the baseline, or this save, has of chunks `first..stop-1` of the image; returns the others."""
-        rows, digests = self._plan.chunks.row[first:stop], self._job.digester.parts(first, stop)
-        if not self._encoder.encoding.dedupe:
-            return np.arange(first, stop)
+    def _new(self, chunks: Column) -> Column:
+        """Notes what the baseline, or this save, has of these chunks of the image; returns the others."""
+        if not self._encoder.encoding.dedupe or not len(chunks):
+            return chunks
+        rows, parts = self._plan.chunks.row[chunks], self._job.digester.parts
+        table = self._plan.chunks
+        digests = [part for run in stretches(chunks, table.begin, table.end) for part in parts(*run)]
         found = self._encoder.hidden(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16))
-        same, baseline = np.zeros(len(rows), np.bool_), self._baseline
+        same, baseline, copies = np.zeros(len(rows), np.bool_), self._baseline, self._copies
         if baseline is not None:
             before = self._before[rows]
-            same = (before >= 0) & (baseline.content[before] == found).all(axis=1) & baseline.usable[before]
+            equal = (before >= 0) & (baseline.content[before] == found).all(axis=1)
+            same = equal & baseline.usable[before]
+            if copies is not None:
+                again = equal & baseline.again[before]
+                again &= copies.masters_among(self._same, rows, baseline.stored.base[before])
+                self._master[rows[again]] = copies.master[rows[again]]
+                same |= again
             self._same[rows[same]] = before[same]
         todo = []
         for at in np.flatnonzero(~same).tolist():
@@ -439,10 +472,12 @@ class EncodedPacks:
             elsewhere = None if baseline is None else baseline.find(*key)
             if elsewhere is not None:
                 self._same[row] = elsewhere
-            elif self._seen.setdefault(key, row) != row:
+            elif key in self._seen:
                 self._twin[row] = self._seen[key]
             else:
-                todo.append(first + at)
+                if copies is None or copies.master[row] < 0:  # what rests on a chunk of its own is no other's twin
+                    self._seen[key] = row
+                todo.append(int(chunks[at]))
         return np.array(todo, np.int64)
 
     # -- encoding ------------------------------------------------------------------------------------------------------
@@ -457,10 +492,11 @@ class EncodedPacks:
             return []
         began = time.perf_counter()
         # What is chosen for a leaf depends on its first chunk, and not on which thread comes first.
-        _, firsts = np.unique(self._leaf[self._plan.chunks.row[chunks]], return_index=True)
+        rows = self._plan.chunks.row[chunks]
+        _, firsts = np.unique(self._leaf[rows], return_index=True)
         list(self._encoder.pool.map(self._choose, chunks[firsts].tolist()))
         found = list(self._encoder.pool.map(lambda chunk: self._encoded(chunk, self._raw(chunk)), chunks.tolist()))
-        nbytes = int(self._sizes[self._plan.chunks.row[chunks]].sum())
+        nbytes = int(self._sizes[rows].sum())
         self._encoding += nbytes, sum(len(body.data) for body in found), time.perf_counter() - began
         return found
 
@@ -483,7 +519,11 @@ class EncodedPacks:
         self._encoding += len(raw), stored, (time.perf_counter() - began) / encoding.workers
 
     def _encoded(self, chunk: int, raw: memoryview) -> Body:
-        row = int(self._plan.chunks.row[chunk])
+        row, encoding = int(self._plan.chunks.row[chunk]), self._encoder.encoding
+        if self._copies is not None and self._copies.master[row] >= 0:
+            copied = self._copies.encoded(row, raw, encoding.codec or "zstd", encoding.level)
+            if copied is not None:
+                return Body(*copied, -1, master=int(self._copies.master[row]))
         base = self._base_of(row, chunk)
         name, data = encoded(raw, self._tried(int(self._leaf[row]), raw, base), base)
         if name == RAW:
@@ -493,7 +533,8 @@ class EncodedPacks:
     def _choose(self, chunk: int) -> None:
         """Chooses the codecs of the chunk's leaf, if they are not chosen."""
         row = int(self._plan.chunks.row[chunk])
-        self._tried(int(self._leaf[row]), self._raw(chunk), self._base_of(row, chunk))
+        if self._copies is None or self._copies.master[row] < 0:
+            self._tried(int(self._leaf[row]), self._raw(chunk), self._base_of(row, chunk))
 
     def _base_of(self, row: int, chunk: int) -> memoryview | None:
         """Returns what a chunk was in the baseline, if it may be stored as the difference to that."""
@@ -522,8 +563,10 @@ class EncodedPacks:
     def index(self, plain: Index) -> Index:
         """Returns the index of what was written. `plain`: that of the image as it is."""
         columns = (self._pack, self._offset, self._stored, self._codec, self._base, self._same, self._twin, self._sizes)
+        rounded = np.zeros(len(self._sizes), np.uint8) if self._copies is None else self._copies.rounded
+        own = Written(*columns, self._digests, self._codecs, self._master, rounded)
         written = [self._entries[number] for number in range(self._packs_begun)]
-        stored, packs = joined(Written(*columns, self._digests, self._codecs), written, self._baseline)
+        stored, packs = joined(own, written, self._baseline)
         nowhere = np.zeros(len(plain.length), np.int64)
         keys = self._encoder.keys
         return replace(
@@ -548,27 +591,6 @@ class EncodedPacks:
             "delta_bytes": deltas,
             "named_bytes": named,
             "raw_bytes": int(self._sizes.sum()),
+            **({} if stored.rounded is None else {"rounded_bytes": int(self._sizes[self._master >= 0].sum())}),
             "written_bytes": own,
         }
-
-
-def encoded_names(plan: SavePlan) -> list[str]:
-    """Returns the names that the packs of a save of this structure may have."""
-    room, image = longest_pack(plan) - _longest_chunk(plan) - PAGE, plan.layout.nbytes + TAG * plan.chunks.total
-    room = min(room, straight_bytes(plan))
-    return [encoded_pack_file(plan.rank, number) for number in range(image // room + 10)]
-
-
-def longest_pack(plan: SavePlan) -> int:
-    """Returns how long a pack of this structure may become."""
-    image = plan.layout.nbytes + TAG * plan.chunks.total
-    return max(min(PACK_BYTES, image), -(-image // MOST_PACKS), 2 * _longest_chunk(plan)) + 2 * PAGE
-
-
-def _longest_chunk(plan: SavePlan) -> int:
-    return min(plan.chunk_bytes, plan.layout.nbytes) + TAG
-
-
-def straight_bytes(plan: SavePlan) -> int:
-    """Returns how long a run has to be to become a pack of its own."""
-    return max(STRAIGHT_BYTES, longest_pack(plan) // 4)

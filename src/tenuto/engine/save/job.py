@@ -162,6 +162,7 @@ def stored_in(*indexes: Index) -> dict[str, Any]:
         return {}
     return {
         "bases": tuple(sorted({pack.at for pack in packs if pack.at is not None})),
+        "rounded": any(index.stored is not None and index.stored.rounded is not None for index in indexes),
         "stored": sum(pack.length for pack in packs if pack.at is None),
     }
 

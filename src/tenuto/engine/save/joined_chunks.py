@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +17,11 @@ Column = np.ndarray[Any, np.dtype[np.int64]]
 class Written(NamedTuple):
     """Each chunk of a save, in the order of the index, is one of three: a new one, in `pack`, `offset`, `stored`,
     `codec` and `digests`, decoded from chunk `base` of the baseline where that is not -1; chunk `same` of the baseline;
-    chunk `twin` of this save.
+    chunk `twin` of this save. A new one, or `same`, is decoded from the rounding of chunk `master` of this save, and
+    the one behind it, where that is not -1.
 
     - `sizes`: their lengths.
+    - `rounded`: as in `StoredChunks`, where there is a `master`.
     - `codecs`: the names of codecs.
     """
 
@@ -32,12 +35,26 @@ class Written(NamedTuple):
     sizes: Column
     digests: np.ndarray[Any, np.dtype[np.uint8]]
     codecs: Sequence[str]
+    master: Column
+    rounded: np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def joined(
     own: Written, written: Sequence[PackEntry], baseline: Baseline | None
 ) -> tuple[StoredChunks, tuple[PackEntry, ...]]:
     """Returns where the chunks lie, and the packs: those of this save, then those of others that are named."""
+    table, packs = _joined(own, written, baseline)
+    copies = np.flatnonzero(own.master >= 0)
+    if not len(copies):
+        return table, packs
+    rounded, base = np.zeros(len(table), np.uint8), table.base.copy()
+    rounded[copies], base[copies] = own.rounded[copies], own.master[copies]
+    return replace(table, base=base, rounded=rounded), packs
+
+
+def _joined(
+    own: Written, written: Sequence[PackEntry], baseline: Baseline | None
+) -> tuple[StoredChunks, tuple[PackEntry, ...]]:
     count = len(own.sizes)
     twins = np.flatnonzero(own.twin >= 0)
     for values in (own.pack, own.offset, own.stored, own.codec, own.base, own.same):
@@ -56,12 +73,14 @@ def joined(
         )
         return table, tuple(written)
     old = baseline.stored
+    # What is rounded from others is named only where this save names those too, and has them as its own rows.
+    base_of = old.base if old.rounded is None else np.where(old.rounded > 0, -1, old.base)
     same = np.flatnonzero(own.same >= 0)
     # Behind the chunks of the rows: whatever of the baseline one of them is decoded from.
-    reached = np.unique(np.concatenate([own.base[own.base >= 0], old.base[own.same[same]]]))
+    reached = np.unique(np.concatenate([own.base[own.base >= 0], base_of[own.same[same]]]))
     reached = found = reached[reached >= 0]
     while len(reached):
-        below = old.base[reached]
+        below = base_of[reached]
         reached = np.setdiff1d(below[below >= 0], found)
         found = np.union1d(found, reached)
     packs, codecs = list(written), list(own.codecs)
@@ -87,7 +106,7 @@ def joined(
         return out
 
     base = np.concatenate([np.where(own.base >= 0, place[own.base], -1), np.full(len(found), -1, np.int64)])
-    below = old.base[taken]
+    below = base_of[taken]
     base[at] = np.where(below >= 0, place[below], -1)
     digests = np.concatenate([own.digests, old.digests[found]])
     digests[same] = old.digests[own.same[same]]

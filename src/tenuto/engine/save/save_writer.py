@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import CommitProtocol
-from tenuto.engine.save.encoded_pack import Segment
-from tenuto.engine.save.encoder import EncodedPacks, StateEncoder, encoded_names
+from tenuto.engine.save.encoded_pack import Segment, encoded_names
+from tenuto.engine.save.encoder import EncodedPacks, StateEncoder
 from tenuto.engine.save.job import Job
 from tenuto.engine.staging.pack_content import PackContent
 from tenuto.errors import OwnershipError, SaveFailed, StoreFull, StoreUnreliable, TenutoError, in_words, typed

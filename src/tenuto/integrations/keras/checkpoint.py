@@ -206,8 +206,8 @@ class TenutoCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         assert self.checkpointer is not None
         at, self._resumed_at = self._resumed_at, None
         self._offset = at[1] if at is not None and at[0] == epoch else 0
-        if at is not None and self._offset:
-            self._metrics.put_back()
+        if at is not None:
+            self._metrics.put_back(inside_epoch=self._offset > 0)
         if self._source is not None:
             self._source.begin(epoch, self._offset)
         if at is not None:

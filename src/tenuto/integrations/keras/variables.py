@@ -90,10 +90,10 @@ class MetricVariables(Variables):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept = dict(state)
 
-    def put_back(self) -> None:
-        """Assigns what was loaded, inside an epoch."""
+    def put_back(self, *, inside_epoch: bool) -> None:
+        """Assigns what was loaded, inside an epoch; at the beginning of one, keeps what `fit` has reset."""
         kept, self._kept = self._kept, None
-        if kept is not None:
+        if kept is not None and inside_epoch:
             super().load_state_dict(kept)
 
 

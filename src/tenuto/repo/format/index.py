@@ -27,13 +27,14 @@ from tenuto.repo.format.objects import (
     ENCODED,
     FORMAT,
     MAX_CHUNK,
+    ROUNDED,
     Fields,
     check_format,
     check_repository,
     checkpoint_json,
 )
 from tenuto.repo.format.stored_chunks import COLUMNS as CHUNKS
-from tenuto.repo.format.stored_chunks import decode_chunks, encode_chunks
+from tenuto.repo.format.stored_chunks import ROUNDED_COLUMN, decode_chunks, encode_chunks
 from tenuto.state.tree import leaf_paths
 
 # -- forms of leaves: dtypes, and lengths from shapes
@@ -196,9 +197,14 @@ def encode_index(index: Index, id: CheckpointId, repository: str, rows: ShapeRow
     if index.stored is not None:
         columns |= encode_chunks(index.stored)
         kinds = (*CHUNKS, *(kind for kind in kinds if kind[0] not in _PLACES))
+        kinds = kinds if index.stored.rounded is None else (*kinds, ROUNDED_COLUMN)
     # A process alone writes all columns at full width: the bytes of its files never change.
     narrow = index.tree_leaves is not None or index.stored is not None
     return encode_columns(columns, kinds, save_id=index.save_id, narrow=narrow)
+
+
+def _format(encoded: bool, rounded: bool) -> int:
+    return ROUNDED if rounded else ENCODED if encoded else FORMAT
 
 
 def _head(index: Index, id: CheckpointId, repository: str, rows: ShapeRows) -> Json:
@@ -209,7 +215,7 @@ def _head(index: Index, id: CheckpointId, repository: str, rows: ShapeRows) -> J
         **({} if index.statistics is None else {"statistics": index.statistics}),
         "chunk_bytes": index.chunk_bytes,
         "dtypes": rows.dtypes,
-        "format": FORMAT if index.stored is None else ENCODED,
+        "format": _format(index.stored is not None, index.stored is not None and index.stored.rounded is not None),
         "kind": "index",
         "packs": [
             {"digest": p.header_digest.hex(), "header": p.header_length, "length": p.length, "name": p.name}
@@ -349,7 +355,9 @@ def decode_table(data: bytes, *, id: CheckpointId, rank: int, repository: str) -
     if encoded:
         offset = pack = np.zeros(count, np.int64)
         sizes = chunk_sizes(length, chunk_bytes)
-        stored = decode_chunks(columns, head, packs=packs, sizes=sizes, digests=digests)
+        row = np.repeat(np.arange(count), np.diff(chunk_start))
+        dtypes = [names[code] for code in columns["dtype"].tolist()] if ROUNDED_COLUMN[0] in columns else ()
+        stored = decode_chunks(columns, head, packs=packs, sizes=sizes, digests=digests, row=row, dtype=dtypes)
     else:
         offset = bounded(columns["offset"], head, "an offset")
         pack = columns["pack"].astype(np.int64)
@@ -390,11 +398,12 @@ def decode_packs(data: bytes, *, id: CheckpointId, rank: int, repository: str) -
 
 def _read(data: bytes, name: str, rank: int, repository: str) -> tuple[dict[str, Array], Fields]:
     """Returns the columns and the head."""
-    encoded = "chunk.pack" in column_names(data, name)
-    kinds = ENCODED_COLUMNS if encoded else COLUMNS
+    there = column_names(data, name)
+    encoded, rounded = "chunk.pack" in there, ROUNDED_COLUMN[0] in there
+    kinds = (*(ENCODED_COLUMNS if encoded else COLUMNS), *((ROUNDED_COLUMN,) if rounded else ()))
     columns = decode_columns(data, kinds, more=PARTS, narrow=True, name=name, what="an index")
     head = _read_head(columns, name, rank, repository)
-    if (head.whole("format") == ENCODED) is not encoded:
+    if head.whole("format") != _format(encoded, rounded):
         raise head.refuse("has the columns of another format")
     if "leaves" not in head.values and not encoded:
         columns = decode_columns(data, COLUMNS, more=PARTS, name=name, what="an index of one process")

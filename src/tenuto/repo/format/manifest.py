@@ -97,7 +97,7 @@ def encode_manifest(manifest: Manifest, repository: str, tree: Spelled | None = 
             "tree": manifest.tree if tree is None else tree,
         },
         repository,
-        format=objects.FORMAT if manifest.stored is None else objects.ENCODED,
+        format=objects.ROUNDED if manifest.rounded else objects.FORMAT if manifest.stored is None else objects.ENCODED,
     )
 
 
@@ -177,7 +177,7 @@ def decode_summary(data: bytes, id: CheckpointId, repository: str) -> Summary | 
     metrics, certificate, indexes = get("metrics"), get("certificate"), get("indexes")
     usual = (
         get("kind") == "manifest"
-        and get("format") in (objects.FORMAT, objects.ENCODED)
+        and get("format") in (objects.FORMAT, objects.ENCODED, objects.ROUNDED)
         and place == (id.manifest, repository, id.run, id.attempt, id.step)
         and all(type(number) is int and 0 <= number <= canonical_json.MAX_INTEGER for number in numbers)
         and type(metrics) is dict
@@ -216,6 +216,7 @@ def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
         boxes=_read_entry(found, found.values["boxes"]) if "boxes" in found.values else None,
         bases=found.bases(id),
         stored=found.whole("stored") if "stored" in found.values else None,
+        rounded=found.whole("format") == objects.ROUNDED,
         health=_health(found) if "health" in found.values else None,
         code=found.text("code") if "code" in found.values else "",
     )

@@ -17,8 +17,15 @@ FORMAT: Final = 1
 """Raised when readers of the previous format would fail; fields that a reader may ignore do not raise it."""
 ENCODED: Final = 2
 """Of an index whose chunks are encoded, or lie in packs of other checkpoints, and of what has `bases`."""
-_NEWEST: Final = {"index": ENCODED, "manifest": ENCODED, "begin": ENCODED}
-"""By kind, where it is not `FORMAT`."""
+ROUNDED: Final = 4
+"""Of an index in which chunks are decoded from the rounding of others, and of its manifest. 3 is no format: files that
+are kept for ever have it for one that is too new."""
+_KNOWN: Final[Mapping[str, tuple[int, ...]]] = {
+    "index": (FORMAT, ENCODED, ROUNDED),
+    "manifest": (FORMAT, ENCODED, ROUNDED),
+    "begin": (FORMAT, ENCODED),
+}
+"""By kind, where it is not `FORMAT` alone."""
 MAX_BASES: Final = 100_000
 SMALL: Final = 16 << 20
 """The limit in bytes for objects other than manifests and indexes."""
@@ -112,10 +119,10 @@ def check_repository(found: Fields, repository: str) -> None:
 
 def check_format(found: Fields) -> None:
     number = found.whole("format")
-    newest = _NEWEST.get(str(found.values.get("kind")), FORMAT)
-    if number > newest:
+    known = _KNOWN.get(str(found.values.get("kind")), (FORMAT,))
+    if number > known[0] and number not in known:
         raise FormatTooNew(
-            f"{found.name} has format {number}; this version reads formats up to {newest}",
+            f"{found.name} has format {number}; this version reads formats up to {known[-1]}",
             subject=found.name,
             hint="read it with the Tenuto that wrote it, or a newer one",
         )

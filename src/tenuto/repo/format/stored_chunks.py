@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tenuto.codec.derived import MASTER, ROUNDED
 from tenuto.model.records import PackEntry, StoredChunks
 from tenuto.repo.format.objects import Fields
 from tenuto.seal.cipher import TAG
@@ -26,6 +27,8 @@ COLUMNS: Final = (
     ("chunk.digests", "U8", "|u1"),
 )
 """`chunk.base` is the number of the chunk that it is decoded from plus one, 0 where from none."""
+ROUNDED_COLUMN: Final = ("chunk.rounded", "U8", "|u1")
+"""Present only where a chunk's base is the rounding of the numbers there: as `StoredChunks.rounded`."""
 RAW: Final = "raw"
 """The codec of a chunk that is stored as it is."""
 MAX_CHUNK_BYTES: Final = 16 << 20
@@ -39,7 +42,8 @@ _LIMIT: Final = 2**62
 
 def encode_chunks(chunks: StoredChunks) -> dict[str, Array]:
     """Returns the columns."""
-    return {
+    rounded = {} if chunks.rounded is None else {ROUNDED_COLUMN[0]: chunks.rounded}
+    return rounded | {
         "chunk.base": chunks.base + 1,
         "chunk.offset": chunks.offset,
         "chunk.raw": chunks.raw,
@@ -57,14 +61,18 @@ def decode_chunks(
     packs: Sequence[PackEntry],
     sizes: Array,
     digests: Array,
+    row: Array,
+    dtype: Sequence[str],
 ) -> StoredChunks:
     """Returns the chunks. Raises CorruptionError through `head`.
 
-    sizes: int64 [n], the length of each chunk of the index's rows; digests: uint8 [n, 16], of their content.
+    sizes: int64 [n], the length of each chunk of the index's rows; digests: uint8 [n, 16], of their content; row: int64
+    [n], whose chunk each is. dtype: the name of each row's.
     """
     codecs = _codecs(head)
     count = columns["chunk.pack"].size
-    for name, _, _ in COLUMNS:
+    rounded = columns.get(ROUNDED_COLUMN[0])
+    for name, _, _ in COLUMNS if rounded is None else (*COLUMNS, ROUNDED_COLUMN):
         if columns[name].size != (count * 16 if name == "chunk.digests" else count):
             raise head.refuse(f"the column {name!r} does not have one value for each of {count} chunks")
     if count < len(sizes):
@@ -79,6 +87,7 @@ def decode_chunks(
         codec=columns["chunk.codec"].astype(np.int64),
         base=_bounded(columns["chunk.base"], head) - 1,
         digests=columns["chunk.digests"].reshape(-1, 16),
+        rounded=rounded,
     )
     if not np.array_equal(raw[: len(sizes)], sizes):
         raise head.refuse("a chunk does not have the length that its row gives it")
@@ -92,6 +101,8 @@ def decode_chunks(
     sealed = within[found.pack] if count else np.zeros(0, np.bool_)
     _check_raw(found, head, digests, plain & ~sealed, plain & sealed)
     _check_bases(found, head)
+    _check_rounded(found, head, row, dtype)
+    _check_chains(found, head)
     return found
 
 
@@ -152,16 +163,43 @@ def _check_raw(found: StoredChunks, head: Fields, digests: Array, plain: Array, 
 
 
 def _check_bases(found: StoredChunks, head: Fields) -> None:
-    """Checks that bases exist, are as long as what is decoded from them, and end: no chain is endless or long."""
+    """Checks that bases exist, and are as long as what is decoded from them, unless they are rounded to it."""
     if not len(found):
         return
     if int(found.base.max()) >= len(found):
         raise head.refuse("a chunk is decoded from one that the index does not list")
-    built = np.flatnonzero(found.base >= 0)
+    built = np.flatnonzero(found.base >= 0 if found.rounded is None else (found.base >= 0) & (found.rounded == 0))
     if (found.raw[built] != found.raw[found.base[built]]).any():
         raise head.refuse("a chunk is decoded from one of another length")
+
+
+def _check_rounded(found: StoredChunks, head: Fields, row: Array, dtype: Sequence[str]) -> None:
+    """Checks that what is decoded from rounded numbers is of a row of the dtype that they are rounded to, and the
+    numbers are a float32 row's: as many, and of one row."""
+    if found.rounded is None:
+        return
+    halves = np.flatnonzero(found.rounded)
+    base = found.base[halves]
+    if not len(halves) or int(found.rounded.max()) > len(ROUNDED) or int(halves[-1]) >= len(row):
+        raise head.refuse(
+            "no chunk is rounded, or one to a dtype that this version does not know, or one outside of the rows"
+        )
+    last = base + (2 * found.raw[halves] > found.raw[base])
+    if (base < 0).any() or (last >= len(row)).any() or (row[last] != row[base]).any():
+        raise head.refuse("a chunk is rounded from numbers outside of the rows")
+    held = found.raw[base] + np.where(last > base, found.raw[last], 0)
+    if (found.raw[halves] % 2).any() or (held < 2 * found.raw[halves]).any():
+        raise head.refuse("a chunk is rounded from fewer numbers than it has")
+    names, rounded = np.array(dtype), np.array(["", *ROUNDED])[found.rounded[halves]]
+    if (names[row[base]] != MASTER).any() or (names[row[halves]] != rounded).any():
+        raise head.refuse("a chunk is rounded from, or to, numbers of another dtype than its row's")
+
+
+def _check_chains(found: StoredChunks, head: Fields) -> None:
+    """Checks that what a chunk is decoded from ends: no chain is endless or long."""
+    built = np.flatnonzero(found.base >= 0)
     for _ in range(MAX_CHAIN):
-        below = found.base[built]
-        built = np.unique(below[found.base[below] >= 0])
+        below = np.unique(found.below(built))
+        built = below[found.base[below] >= 0]
     if len(built):
         raise head.refuse(f"a chunk is decoded from more than {MAX_CHAIN} others, one upon the other")

@@ -88,16 +88,17 @@ def is_kept(store: Store, name: str) -> bool:
 
 def check_sharing(store: Store) -> None:
     """Raises UsageError where the data files of several checkpoints cannot be shared: encoded and sealed saves need
-    places that every rank reads, and that a save waits for in the primary."""
+    those of earlier ones in the primary, or on the node of the rank that has written them."""
     places = places_of(store)
-    if places is not None and (places.declared.per_node or places.home not in places.packs_in):
-        where = "on each node" if places.declared.per_node else "in another location than the primary"
+    if places is None or places.home in places.packs_in:
+        return
+    if not places.declared.per_node or (isinstance(places, Tiers) and places.fills_home):
         raise UsageError(
-            f"{store.url} keeps data files {where}, and checkpoints that are encoded or sealed share theirs in the "
-            "primary",
+            f"{store.url} gets its data files in the background, and checkpoints that are encoded or sealed share "
+            "theirs in the primary",
             subject="encoding",
-            hint="a primary that saves wait for: Tiers(Tier(PRIMARY), Tier(SLOWER)), Mirror(…); or "
-            "encoding='plain' in a repository without keys",
+            hint="a primary that saves wait for: Tiers(Tier(PRIMARY), Tier(SLOWER)), Mirror(…), or "
+            "PerNode(DIRECTORY, home=PRIMARY); or encoding='plain' in a repository without keys",
         )
 
 
