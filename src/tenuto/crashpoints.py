@@ -35,6 +35,7 @@ NAMES: Final[frozenset[str]] = frozenset(
         "a migrated checkpoint is visible",
         "copies put, none visible",
         "a copy is visible",
+        "emergency checkpoint taken over, still in its place",
         "repacked checkpoints durable, none visible",
         "a repacked checkpoint is visible",
         "repacked checkpoints visible, originals still there",

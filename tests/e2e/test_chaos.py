@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +130,13 @@ print([name for name in sys.modules if "own_faults" in name or "struck" in name]
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_settings_file_says_what_follows_a_fault_and_what_lies_in_memory_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "tenuto.toml").write_text('[supervise]\non = ["killed=stop"]\nnotices = "off"\n')
+    script = TRAINING.replace("save=every(steps=5)", "save=every(steps=1000)")
+    done = chaos(tmp_path, script, "--at", "step 20:kill", "--json")
+    assert done.returncode == 137, done.stderr
+    assert json.loads(done.stdout)["restarts"] == 0, "a default would start it again"
+    saved = re.search(r"tenuto: saved from memory: main/a0002/(\d+)", done.stderr)
+    assert saved and int(saved[1]) >= 18, done.stderr

@@ -25,6 +25,7 @@ from tenuto import every, on
 from tenuto.crashpoints import armed
 from tenuto.engine.memory_tier.listing import FoundImage, images
 from tenuto.engine.staging import slots
+from tenuto.maintenance.emergency import flush_anywhere
 from tenuto.maintenance.flush import execute, plan_flush
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.repository import Repo
@@ -72,6 +73,11 @@ def right(*jobs: list[Life]) -> None:
 def from_memory(job: list[Life], step: int) -> None:
     assert [(life.status, life.began) for life in job] == [(0, step)] * len(job)
     assert all(life.source.startswith(f"from memory, step {step}, sealed ") for life in job)
+
+
+def data_file(where: Path, rank: int) -> Path:
+    (found,) = where.glob(f"runs/main/a0001/step-00000010/rank-{rank:05d}*.safetensors")
+    return found
 
 
 def image_of(root: Path, rank: int, step: int) -> tuple[Path, FoundImage]:
@@ -249,6 +255,44 @@ def test_each_node_has_its_own_memory(where: Path, root: Path) -> None:
     right(first, second, third, last)
 
 
+def test_where_one_node_is_lost_the_others_read_nothing_of_a_step_that_is_durable(where: Path, root: Path) -> None:
+    """The data file of the rank that has its image is damaged in the store, and nobody needs it."""
+    with shared_memory() as other:
+        first = live(where, ends={rank: Ends(step=10, settled=True) for rank in (0, 1)}, roots=[root, other])
+    change(data_file(where, 0), 9000)
+    with shared_memory() as another:
+        last = live(where, roots=[root, another], health=False)
+    assert [(life.status, life.began, life.skipped) for life in last] == [(0, 10, [])] * 2
+    for life in last:
+        assert life.memory[1] == 0 and life.memory[0] == life.nbytes[0] > 0, "what rank 0 has is all it needs"
+        assert life.nbytes[1] > 0
+    right(first, last)
+    change(data_file(where, 0), 9000)  # whole again
+
+
+@pytest.mark.parametrize("harm", ["tampered", "described wrongly"])
+def test_what_is_damaged_in_memory_is_read_from_the_store(where: Path, root: Path, harm: str) -> None:
+    with shared_memory() as other:
+        first = live(where, ends={rank: Ends(step=10, settled=True) for rank in (0, 1)}, roots=[root, other])
+    path, found = image_of(root, 0, 10)
+    assert found.footer is not None
+    change(path, found.footer.image // 2 if harm == "tampered" else found.footer.image + 200)
+    with shared_memory() as another:
+        last = live(where, roots=[root, another])
+    assert [(life.status, life.began, life.skipped) for life in last] == [(0, 10, [])] * 2
+    assert not last[0].memory or last[0].memory[0] < last[0].nbytes[0]
+    right(first, last)
+
+
+def test_another_number_of_ranks_takes_what_it_has_in_memory(where: Path, root: Path) -> None:
+    """Three ranks become two on the same machine: their parts are others, and what all had is not looked for again."""
+    first = live(where, 3, ends={rank: Ends(step=10, settled=True) for rank in range(3)})
+    last = live(where, 2)
+    assert [(life.status, life.began) for life in last] == [(0, 10)] * 2
+    assert not any(life.memory for life in last), "the images are those of other ranks"
+    right(first)
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1)])
 def test_another_number_of_ranks_goes_on_from_the_store(where: Path, root: Path, before: int, after: int) -> None:
     first = live(where, before, ends={rank: Ends(step=13, settled=True) for rank in range(before)})
@@ -400,6 +444,24 @@ def test_flush_writes_what_all_ranks_have_as_one_checkpoint(where: Path, root: P
     last = live(where)
     assert [(life.status, life.began) for life in last] == [(0, 7)] * 2
     assert all(life.source.startswith(f"from {where}") for life in last)
+    right(first, last)
+
+
+def test_what_all_ranks_have_is_written_to_an_emergency_place_and_taken_over(
+    where: Path, root: Path, tmp_path: Path
+) -> None:
+    """As by a supervisor that gives up, whose store does not answer."""
+    first = live(where, ends=SETTLED, emergency=str(tmp_path / "other"))
+    (place,) = (tmp_path / "other").iterdir()
+    said: list[str] = []
+    assert "main/a0001/7 in the emergency location" in (flush_anywhere([str(place)], said.append) or ""), said
+    assert_whole(Repo.open(open_store(place)))
+    assert len(Repo.open(open_store(place)).manifest(tenuto.open(place).id).indexes) == 2
+    with shared_memory() as other:
+        last = live(where, roots=[other, other], emergency=str(tmp_path / "other"))
+    assert [(life.status, life.began) for life in last] == [(0, 7)] * 2
+    assert any("took over step 7 of run main" in text for text in last[0].told("Warned"))
+    assert not list(place.rglob("*.safetensors"))
     right(first, last)
 
 

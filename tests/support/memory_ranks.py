@@ -125,7 +125,9 @@ def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, 
         found = ckpt.restore()
         skipped = [id.step for id, _ in found.skipped] if found is not None else []
         source = found.source if found is not None else ""
-        log.tell(began=ckpt.step, source=source, digest=digest_of(state), skipped=skipped)
+        parts = found.ranks.parts if found is not None and found.ranks is not None else {}
+        each = {name: list(parts[name].each) for name in ("memory_bytes", "bytes") if name in parts}
+        log.tell(began=ckpt.step, source=source, digest=digest_of(state), skipped=skipped, each=each)
         for step in range(ckpt.step, steps) if own_loop else ckpt.steps(steps):
             advance(state, step + 1, rank, ranks)
             log.tell(step=step + 1, digest=digest_of(state))

@@ -44,6 +44,9 @@ class Life:
     began: int = 0
     source: str = ""
     skipped: list[int] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    """Of several ranks: the bytes that each had in memory of what was read from the store."""
+    nbytes: list[float] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
     events: list[tuple[str, str]] = field(default_factory=list)
 
@@ -200,6 +203,8 @@ def read(log: Path, status: int) -> Life:
         elif "began" in found:
             life.began, life.source, life.skipped = found["began"], found["source"], found["skipped"]
             life.digests[life.began] = found["digest"]
+            each = found.get("each", {})
+            life.memory, life.nbytes = each.get("memory_bytes", []), each.get("bytes", [])
         else:
             life.digests[found["step"]] = found["digest"]
     return life

@@ -401,7 +401,7 @@ class CertifyProbe:
         save = AtStep(self._order.save_at)
         self._memory = settings.memory is not None
         return self._order.scratch, dataclasses.replace(
-            settings, save=save, keep=keep.latest(1), on_busy="wait", on_error="raise", memory=None
+            settings, save=save, keep=keep.latest(1), on_busy="wait", on_error="raise", memory=None, emergency=()
         )
 
     def attach(self, session: TrainingSession, snapshots: Snapshots, covered: tuple[Any, ...]) -> None:

@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from tenuto.concurrency.interruption import Latch
 from tenuto.concurrency.worker_threads import foreground_threads
 from tenuto.errors import DeadlineExceeded, RankStoreLost, TenutoError, UsageError
 
 Result = TypeVar("Result")
+_LOOK_S: Final = 0.1
+"""How often it is looked whether something makes progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +147,26 @@ def begun_within(seconds: float, what: str, work: Callable[[], Result], *, subje
         return call.result  # type: ignore[return-value]
 
     return outcome
+
+
+def while_moving(
+    seconds: float, what: str, work: Callable[[], Result], moved_s: Callable[[], float], *, subject: str
+) -> Result:
+    """Returns or raises what `work` does, as `within`; raises DeadlineExceeded once it has made no progress for
+    `seconds`. `moved_s`: when it last did, by the monotonic clock."""
+    call = _Call(work)
+    began_s = time.monotonic()
+    try:
+        foreground_threads.submit(call.run, f"tenuto-{what}")
+    except RuntimeError:
+        return work()
+    while not call.ended.wait(_LOOK_S):
+        if time.monotonic() - max(began_s, moved_s()) > seconds:
+            raise DeadlineExceeded(
+                f"{what} has not got on for {seconds:.3g} s: the store does not answer",
+                subject=subject,
+                hint="look at the store: is it mounted, does `ls` there answer?",
+            )
+    if call.error is not None:
+        raise call.error
+    return call.result  # type: ignore[return-value]

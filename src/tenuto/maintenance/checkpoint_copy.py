@@ -51,6 +51,8 @@ from tenuto.repo.keys import read_ring, refuse_if_sealed, unlock
 from tenuto.repo.lineage import latest
 from tenuto.repo.notes import add_note, known_metrics
 from tenuto.repo.ownership.claim import Attempt, claim_newest
+from tenuto.repo.replicated.members import member_in
+from tenuto.repo.replicated.places import home_of
 from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.unfinished import abort, free
 from tenuto.store.contract import Where
@@ -141,7 +143,7 @@ def plan_copies(
     Raises UsageError where names meet, or the run has come as far already; CheckpointNotFound and CorruptionError for
     sources that are not there, or are known to be damaged.
     """
-    target = repo if to is None else _target(repo, to)
+    target = repo if to is None else _target(repo, to, run)
     same = target is not None and target.url == repo.url
     new = run_key(run) if run is not None else _one_run(ids)
     if same and any(id.run == new for id in ids):
@@ -198,12 +200,13 @@ def newest_own(repo: Repo, run: str) -> CheckpointId | None:
     return found if found is not None and found.run == run else None
 
 
-def _target(repo: Repo, to: Where) -> Repo | None:
+def _target(repo: Repo, to: Where, run: str | None) -> Repo | None:
     try:
         target = Repo.open(open_store(to))
     except NotARepository:
         return None
-    if target.id == repo.id and target.url != repo.url:
+    into_its_primary = run is not None and member_in(home_of(target.store)) is None
+    if target.id == repo.id and target.url != repo.url and not into_its_primary:
         raise UsageError(
             f"{target.url} is a copy of {repo.url}, and has its checkpoints under their own names",
             subject=target.url,

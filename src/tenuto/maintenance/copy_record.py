@@ -107,11 +107,17 @@ def check_target(repo: Repo, target: Store) -> Member | None:
 def become_copy(repo: Repo, target: Store) -> str | None:
     """Makes the target a copy of this repository, unless it is one; puts it on the primary's list. Returns why it is
     not on the list, None if it is. Raises like `check_target`."""
+    return _register(repo, target, mark_copy(repo, target))
+
+
+def mark_copy(repo: Repo, target: Store) -> Member:
+    """Makes the target a copy of this repository, unless it is one, which the primary's list does not have. Raises like
+    `check_target`."""
     member = check_target(repo, target) or _mark(repo, target)
     identity = identity_of(repo)
     for name in NAMES:
         put_whole(target, name, identity.encode(name))
-    return _register(repo, target, member)
+    return member
 
 
 def _mark(repo: Repo, target: Store) -> Member:

@@ -61,7 +61,7 @@ def write_images(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> Check
             facts = {"flush": attempt.id}
             with Agreement.open(ThreadRanks(rank, count, kv_store), facts, DEADLINE_S) as agreement:
                 own = attempt if rank == 0 else joined(repo, attempt.record)
-                saved[rank] = _save(repo, own, images[rank], GroupCommit(repo, agreement, deadline_s=DEADLINE_S))
+                saved[rank] = save_image(repo, own, images[rank], GroupCommit(repo, agreement, deadline_s=DEADLINE_S))
         except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; raised below
             failed[rank] = error
 
@@ -75,26 +75,30 @@ def write_images(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> Check
     return saved[0]
 
 
-def _save(repo: Repo, attempt: Attempt, image: Image, protocol: CommitProtocol) -> CheckpointId:
+def save_image(repo: Repo, attempt: Attempt, image: Image, protocol: CommitProtocol) -> CheckpointId:
     """Saves what an image holds as its training would have saved it: sealed, where the repository is."""
     manifest = image.manifest()
     flattened = flattened_of(image, manifest, image.repo.index(manifest, image.footer.rank))
     saver = Saver(repo, attempt.run, lasting=False, protocol=protocol)
     saver.attempt = attempt
     try:
-        about = ManifestDetails(
-            parent=manifest.parent,
-            metrics=manifest.metrics,
-            progress=manifest.progress,
-            environment=manifest.environment,
-            certificate=manifest.certificate,
-        )
-        save = saver.save(flattened, manifest.id.step, wait=True, about=about)
+        save = saver.save(flattened, manifest.id.step, wait=True, about=details_of(manifest))
         if save.error is not None:
             raise save.error
         return save.id
     finally:
         saver.close()
+
+
+def details_of(manifest: Manifest) -> ManifestDetails:
+    """Returns what another manifest says of the same state."""
+    return ManifestDetails(
+        parent=manifest.parent,
+        metrics=manifest.metrics,
+        progress=manifest.progress,
+        environment=manifest.environment,
+        certificate=manifest.certificate,
+    )
 
 
 def flattened_of(image: Image, manifest: Manifest, index: Index) -> Flattened:
@@ -192,7 +196,7 @@ def plan_flush(repo: Repo, run: str) -> FlushPlan:
         if found.footer is not None and found.footer.repository == repo.id and found.footer.id.run == run:
             judged.append(JudgedImage(found, judge_found(repo, found)))
     wanted = [one for one in judged if isinstance(one.verdict, EligibleImage) and not one.verdict.durable]
-    return FlushPlan(run, tuple(judged), tuple(_states(wanted)))
+    return FlushPlan(run, tuple(judged), tuple(whole_states(wanted)))
 
 
 def lacking(found: FoundImage, among: Iterable[FoundImage]) -> list[int]:
@@ -203,7 +207,7 @@ def lacking(found: FoundImage, among: Iterable[FoundImage]) -> list[int]:
     return [rank for rank in range(found.footer.ranks) if rank not in there]
 
 
-def _states(wanted: Sequence[JudgedImage]) -> list[tuple[JudgedImage, ...]]:
+def whole_states(wanted: Sequence[JudgedImage]) -> list[tuple[JudgedImage, ...]]:
     """Returns the states of which every rank's image is present, newest first."""
     by_save: dict[str, list[JudgedImage]] = {}
     for one in wanted:
@@ -245,6 +249,20 @@ def execute(repo: Repo, plan: FlushPlan, *, report: Report | None = None) -> Flu
 
 def _flushed(repo: Repo, run: str, state: Sequence[JudgedImage], report: Report | None) -> Flushed:
     unlock(repo, writing=True)
+    with opened_state(repo, state) as (opened, slots):
+        flushed = _written(repo, run, opened, report)
+        crashpoint("flushed image committed, still in memory")
+        for image in opened:
+            image.close()
+        for slot in slots:
+            slot.discard()
+    return flushed
+
+
+@contextmanager
+def opened_state(repo: Repo, state: Sequence[JudgedImage]) -> Iterator[tuple[list[Image], list[LastingSlot]]]:
+    """Opens the images of a state, by rank, and takes their slots for as long as the block lasts. Raises Superseded
+    where a process holds one by now, CorruptionError where one is not what was sealed."""
     with ExitStack() as stack:
         slots: list[LastingSlot] = []
         opened: list[Image] = []
@@ -253,13 +271,7 @@ def _flushed(repo: Repo, run: str, state: Sequence[JudgedImage], report: Report 
             slots.append(stack.enter_context(_open_slot(one.found)))
             opened.append(_open(repo, slots[-1], one.found.footer))
             stack.callback(opened[-1].close)
-        flushed = _written(repo, run, opened, report)
-        crashpoint("flushed image committed, still in memory")
-        for image in opened:
-            image.close()
-        for slot in slots:
-            slot.discard()
-    return flushed
+        yield opened, slots
 
 
 def _newness(one: JudgedImage) -> tuple[int, int, int]:
@@ -309,7 +321,7 @@ def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | Non
             return _commit(repo, attempt, images[0])
         # An image is not sealed: a sealed repository gets other bytes than lie in memory.
         if len(images) == 1:
-            id = _save(repo, attempt, images[0], SoloCommit(repo))
+            id = save_image(repo, attempt, images[0], SoloCommit(repo))
         else:
             id = write_images(repo, attempt, images)
         return Flushed(id, images[0].footer.id, repo.manifest(id).bytes)

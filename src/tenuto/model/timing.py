@@ -105,7 +105,8 @@ FULL: Final = 64
 """Up to this many ranks are listed one by one; beyond it, the slowest and the quantiles."""
 SLOWEST: Final = 8
 _OF_A_SAVE: Final = ("held_s", *(field.name for field in fields(Timing)))
-_OF_A_RESTORE: Final = ("match_s", "read_s")
+_OF_A_RESTORE: Final = ("match_s", "read_s", "memory_bytes")
+_BYTES: Final = ("bytes", "memory_bytes")
 PARTS: Final = (*_OF_A_SAVE, *_OF_A_RESTORE)
 _COUNT_LIMIT: Final = 1 << 62
 
@@ -149,7 +150,8 @@ class RankTimings:
     ranks: the number of ranks.
     parts: for a save, the fields of `Timing`, `held_s` and `bytes`, until the rank had written its part. For a restore,
         until the rank's part was there and verified: `match_s` (finding what it needs of the checkpoint), `read_s`,
-        their sum `seconds`, `wait_s` (for the reads of other ranks on the node) and `bytes`.
+        their sum `seconds`, `wait_s` (for the reads of other ranks on the node), `bytes`, and `memory_bytes`, of
+        them those that the rank had in its own memory.
     """
 
     ranks: int
@@ -169,7 +171,7 @@ class RankTimings:
         """Returns the timings as a manifest stores them: whole microseconds, and bytes."""
         return {
             "ranks": self.ranks,
-            "parts": {name: _spread_to_json(part, 1 if name == "bytes" else 1e6) for name, part in self.parts.items()},
+            "parts": {name: _spread_to_json(part, 1 if name in _BYTES else 1e6) for name, part in self.parts.items()},
         }
 
     @classmethod
@@ -184,7 +186,7 @@ class RankTimings:
         ranks = int(told["ranks"])
         found = {}
         for name, part in told["parts"].items():
-            read = _spread_from_json(part, ranks, 1 if name == "bytes" else 1e6) if name in PARTS else None
+            read = _spread_from_json(part, ranks, 1 if name in _BYTES else 1e6) if name in PARTS else None
             if read is not None:
                 found[name] = read
         return cls(ranks, found)

@@ -37,6 +37,7 @@ from tenuto.telemetry.heartbeat import (
     Beat,
     newest,
     read_beats,
+    read_emergency,
     read_run,
 )
 from tenuto.telemetry.last_words import LastWords
@@ -107,9 +108,9 @@ class Supervisor:
     watch: Watch
     journal: Journal
     report: Callable[[str], None]
-    at_end: Callable[[Sequence[str]], str | None] = lambda places: None
-    """Called when the training has failed for good, with the places of the runs that it trained; returns what was saved
-    of it, in words."""
+    at_end: Callable[[Sequence[str], Sequence[str]], str | None] = lambda places, emergency: None
+    """Called when the training has failed for good, with the places of the runs that it trained, and the URLs of their
+    emergency places; returns what was saved of it, in words."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     recovery: Recovery = field(default_factory=Recovery)
     injector: Injector | None = None
@@ -123,6 +124,8 @@ class Supervisor:
     _to_pass_on: deque[int] = field(default_factory=deque)
     _trained: dict[tuple[str, str], None] = field(default_factory=dict)
     """Places and runs that it trains, in order."""
+    _emergency: dict[str, None] = field(default_factory=dict)
+    """Emergency places of what it trains, in order."""
     _reached: int = 0
     _died_s: float | None = None
     _lost_s: float = 0.0
@@ -170,7 +173,7 @@ class Supervisor:
 
     def _save_what_is_left(self) -> str | None:
         try:
-            saved = self.at_end(list(dict.fromkeys(where for where, _ in self._trained)))
+            saved = self.at_end(list(dict.fromkeys(where for where, _ in self._trained)), list(self._emergency))
         except TenutoError as error:
             self.report(f"what lies in memory could not be saved: {error}")
             return None
@@ -291,6 +294,7 @@ class Supervisor:
         if trained is not None and trained not in self._trained:
             self._trained[trained] = None
             self.journal.write("training", where=trained[0], run=trained[1])
+        self._emergency |= dict.fromkeys(read_emergency(beats))
         if began is None and steps.began is not None and number > 1:
             self.journal.write("resumed", start=number, step=steps.began)
         self._note_progress(steps)

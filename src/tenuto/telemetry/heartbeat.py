@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 VARIABLE: Final = "TENUTO_HEARTBEAT"
 CHAOS: Final = "TENUTO_CHAOS"
 """Set by `tenuto chaos` alone: this process puts into itself the faults that it is asked for."""
+EMERGENCY: Final = "TENUTO_EMERGENCY"
+"""Where the last state of what trains goes if its store does not take it, divided by `;`, unless the script says."""
 STARTING, TRAINING, ENDING, ENDED = "starting", "training", "ending", "ended"
 """ENDING: what is in flight is being saved, and the run given back. ENDED: that is done, and the script does what it
 likes."""
 RUN_FILE: Final = "run"
 """Beside the beats: where the first rank's checkpoints lie; on lines of their own the run's name, and each place."""
+EMERGENCY_FILE: Final = "emergency"
+"""Beside the beats: where the state goes if the store does not take it, a URL a line."""
 REQUEST_FILE: Final = "save"
 """Beside the beats: why the supervisor asks for a save."""
 _PHASES: Final = (STARTING, TRAINING, ENDING, ENDED)
@@ -126,6 +130,12 @@ class Heartbeat:
         if self._faults is not None:
             self._faults.state = state
 
+    def note_emergency(self, urls: Sequence[str]) -> None:
+        """Says where the state goes if its store does not take it; the first rank does."""
+        if self.on and self._directory is not None and not self._rank:
+            with contextlib.suppress(OSError):
+                (self._directory / EMERGENCY_FILE).write_bytes(os.fsencode("\n".join(urls)))
+
     def beat(self, step: int, phase: str = TRAINING) -> None:
         if self._memory is None or os.getpid() != self._pid:
             return
@@ -196,6 +206,14 @@ def read_run(directory: Path) -> tuple[str, str] | None:
 def read_places(directory: Path) -> list[str]:
     """Returns the URLs of all stores that have a part of what is trained; none before a Checkpointer is built."""
     return _run_lines(directory)[2:]
+
+
+def read_emergency(directory: Path) -> list[str]:
+    """Returns the URLs of the emergency places of what is trained, in order."""
+    try:
+        return os.fsdecode((directory / EMERGENCY_FILE).read_bytes()).split("\n")
+    except OSError:
+        return []
 
 
 def _run_lines(directory: Path) -> list[str]:

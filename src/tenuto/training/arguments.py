@@ -21,6 +21,7 @@ from tenuto.repo.keys import KeySource
 from tenuto.repo.refs import check_tag, is_name
 from tenuto.sharding.write_plan import Strategy
 from tenuto.state.frameworks import find_snapshot
+from tenuto.training.emergency import Places, emergency_directories
 from tenuto.training.unhealthy import Unhealthy
 
 OnBusy = Literal["wait", "skip"]
@@ -54,6 +55,8 @@ class Settings:
     ranks_timeout_s: float
     ranks_silence_s: float
     writers: Strategy
+    emergency: tuple[str, ...]
+    emergency_after_s: float
     watched: Mapping[str, str]
     """The metrics that the policies read, each with the policies that do, as the user wrote them."""
     modes: Mapping[str, Mode]
@@ -83,6 +86,8 @@ class Settings:
         ranks_timeout: float,
         ranks_silence: float,
         writers: object,
+        emergency: Places | None,
+        emergency_after: float,
     ) -> Settings:
         """Returns the settings. Raises UsageError, naming the argument, for what makes no sense."""
         if not isinstance(state, Mapping):
@@ -129,6 +134,8 @@ class Settings:
             ranks_timeout_s=seconds(ranks_timeout, "ranks_timeout="),
             ranks_silence_s=seconds(ranks_silence, "ranks_silence="),
             writers=strategy(writers),
+            emergency=emergency_directories(emergency),
+            emergency_after_s=seconds(emergency_after, "emergency_after="),
             watched=watched(policy, kept),
             modes=modes(policy, kept),
         )
@@ -147,6 +154,7 @@ class Settings:
             "on_busy": self.on_busy,
             "encoding": str(self.encoding),
             "capture": "fenced" if self.fenced else "eager",
+            "emergency": "; ".join(self.emergency),
         }
 
 

@@ -38,9 +38,10 @@ from tenuto.training.arguments import (
     count,
     tag_names,
 )
+from tenuto.training.emergency import AFTER_S, Places
 from tenuto.training.exit_status import before_exit, leaving_with
 from tenuto.training.loops import Batches, Epochs, Steps
-from tenuto.training.preemption import report_nothing_to_do, warn_of_epochs
+from tenuto.training.preemption import report_nothing_to_do, save_sealed, warn_of_epochs
 from tenuto.training.snapshot import check_platform
 from tenuto.training.stats import Stats
 from tenuto.training.training_session import CLOSE_DEADLINE_S, TrainingSession
@@ -120,6 +121,10 @@ class Checkpointer:
       where a step on several hosts computes for longer without releasing Python's interpreter lock.
     - `writers`: who writes what several ranks hold: all of them, evenly ("balanced"); one rank each tensor ("tensor")
       or layer ("layer"); all, in parts of 16 MiB at most ("size"); the lowest rank that holds it ("one").
+    - `emergency`: a directory or URL on another disk, or a list of them: where the last state goes, uncompressed, if
+      the run's own store is full, fails, or has not got on for `emergency_after` seconds when training ends or leaves.
+      The next start takes it over. All ranks share it. None: what the environment variable TENUTO_EMERGENCY says,
+      divided by `;`.
     - `log`: which lines Tenuto prints on stderr (or gives the logger `tenuto`, if logging is configured): "default"
       (where training resumed from, damage that was passed over, waits, signals, failed saves), "saves" (a line for each
       committed save as well) or "silent". None: what the environment variable TENUTO_LOG says, else "default".
@@ -158,6 +163,8 @@ class Checkpointer:
         ranks_timeout: float = 600.0,
         ranks_silence: float = 15.0,
         writers: Strategy = "balanced",
+        emergency: Places | None = None,
+        emergency_after: float = AFTER_S,
         log: Log | None = None,
         sinks: Iterable[AnySink] = (),
         save_top_k: int | None = None,
@@ -194,6 +201,8 @@ class Checkpointer:
             ranks_timeout=ranks_timeout,
             ranks_silence=ranks_silence,
             writers=writers,
+            emergency=emergency,
+            emergency_after=emergency_after,
         )
         sinks = listed(sinks)
         emitter = Emitter(sinks, console(log, sinks, rank=ranks.rank))
@@ -442,6 +451,9 @@ class Checkpointer:
         if failed is not None and self._training is not None and not self._closed:
             self._training.saving.heartbeat.failed(failed)
             self._training.saving.group.broken_off(failed)
+            if os.getpid() == self._pid:
+                with undisturbed:
+                    save_sealed(self._training.saving)
         self._close(timeout, ended_well=failed is None)
 
     def latest_step(self) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any, Never
 
 from tenuto import events, log_lines
 from tenuto.concurrency.interruption import interrupt, when_undone
-from tenuto.errors import DeadlineExceeded
+from tenuto.errors import DeadlineExceeded, TenutoError
 from tenuto.events import Leaving, NothingToDo, SignalReceived
 from tenuto.policy.save import EveryEpochs, parts_of
 from tenuto.training.exit_status import leaving_with
@@ -37,6 +37,37 @@ def await_saves(saving: RunSaver, until: float) -> None:
         if saving.saver.in_flight:
             saving.exit_status.fail(error.message)
         raise
+
+
+def save_sealed(saving: RunSaver) -> None:
+    """Saves the newest state that is sealed in memory, where an error ends a training with emergency places: in the
+    run's own store, else in one of them. Does nothing in a job of several ranks, which cannot agree any more, and under
+    a supervisor, which resumes from memory, or saves from there. What goes wrong is reported."""
+    memory, places = saving.memory, saving.emergency
+    if memory is None or saving.attempt is None or saving.heartbeat.on or saving.group.world_size > 1:
+        return
+    if not places.ready or places.rescued is not None:
+        return
+    from tenuto.maintenance.flush import details_of, flattened_of  # seldom needed
+
+    for save in saving.saver.in_flight:
+        save.patience_s = places.patience_s
+        save.join()
+    last = saving.last
+    try:
+        image = memory.newest_image()
+        if image is None:
+            return
+        try:
+            id, manifest = image.footer.id, image.manifest()
+            if last is None or not last.committed or last.step < id.step:
+                saving.leaving = True
+                index = image.repo.index(manifest, image.footer.rank)
+                saving.take(flattened_of(image, manifest, index), id.step, details_of(manifest), wait=True, must=True)
+        finally:
+            image.close()
+    except TenutoError as error:
+        saving.report(f"what lies in memory is not saved: {error.message}")
 
 
 def warn_of_unsaved(saving: RunSaver, step: int, *, incomplete: bool, replaced: bool, left: bool) -> None:

@@ -43,6 +43,7 @@ from tenuto.state.restore.match import match_state
 from tenuto.state.tree import KEYED, items, kind_of
 from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
+from tenuto.training.emergency import EmergencyPlaces
 from tenuto.training.fresh_start import left_behind, warn_of_fresh_start
 from tenuto.training.tier_worker import TierWorker
 
@@ -90,6 +91,7 @@ class RunClaim:
         self._group = group
         self._restorer = group.restorer(repo, run, self._prepare, emitter)
         self._looker = group.restorer(repo, run, self._prepare_peek, _without_restored(emitter))
+        self._memory = memory
         self._filler = group.restorer(repo, run, self._prepare_late, _without_restored(emitter))
         self._peeked: Peeked | None = None
         self._late: list[str] = []
@@ -103,6 +105,8 @@ class RunClaim:
             else None
         )
         """The restore from what an earlier process left in memory."""
+        if memory is not None and self.memory_restore is not None:
+            self._restorer.local = memory.local_state
         self.restored: Restored | None = None
         self._watch: OwnerWatch | None = None
         """Begun before the restore, so that a lease that no longer changes runs out meanwhile."""
@@ -114,6 +118,7 @@ class RunClaim:
         self.on_restored: Callable[[], None] | None = None
         """Called when restoring is done, also where there was nothing to restore."""
         self.tiers: TierWorker | None = None
+        self.emergency: EmergencyPlaces | None = None
         self.on_claimed: Callable[[Restored | None], None] | None = None
         """Called with what was restored, once the run is claimed."""
         self._outcome: list[Event] = []
@@ -167,6 +172,10 @@ class RunClaim:
         self._close_own()  # before the state, which may be its own, and the random generators are restored
         if self.tiers is not None and self._group.coordinates:
             self.tiers.catch_up(self._resume_from)
+        if self.emergency is not None and self._resume_from == "latest":
+            self.emergency.take_over(
+                self._memory, takeover=self._takeover, wait_s=self._wait_s, waiting=self._emitter.emit
+            )
         self._watch = self._watch or OwnerWatch(self._repo, self._run)
 
     def _chosen(self) -> tuple[RestoreResult | None, tuple[Skipped, ...]]:
@@ -420,6 +429,10 @@ class RunClaim:
     def _resumed(self, result: RestoreResult) -> Resumed:
         image = self.restored_image
         read = places_read(self._repo.store, result.id.directory)
+        in_memory = None if result.ranks is None else result.ranks.parts.get("memory_bytes")
+        if in_memory is not None:
+            some = f" ({sum(map(bool, in_memory.each))} of {len(in_memory.each)})" if in_memory.each else ""
+            read = [f"the memory of ranks{some}", *(read or [self._repo.url])]
         where, age_s = " and ".join(read) or self._repo.url, None if image is None else image.footer.age_s
         base = None if image is None else image.verdict.base
         return Resumed(result.id, where, result.bytes, result.seconds, age_s, base, self._verdict())

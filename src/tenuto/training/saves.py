@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +23,16 @@ from tenuto.engine.save.saver import Saver
 from tenuto.errors import (
     DeadlineExceeded,
     OwnershipError,
-    RanksDisagree,
     RanksError,
-    SaveFailed,
     SaveTorn,
     StateError,
     TenutoError,
 )
-from tenuto.events import Emitter, Event, SaveDelayed, SaveFailedEvent, SaveSkipped
-from tenuto.model import canonical_json
+from tenuto.events import Emitter, Event, SaveDelayed, SaveFailedEvent
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.policy.keep import KeepPolicy
 from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
+from tenuto.ranks.contract import Ranks
 from tenuto.repo.keys import unlock
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.replicated.places import all_places, followers_of, report_to
@@ -42,117 +41,15 @@ from tenuto.state.contract import Flattened
 from tenuto.state.frameworks import gate
 from tenuto.telemetry.heartbeat import ENDED, ENDING, TRAINING, Heartbeat
 from tenuto.training.arguments import Settings
+from tenuto.training.emergency import EmergencyPlaces
 from tenuto.training.exit_status import ExitStatus
 from tenuto.training.logged_metrics import DeferredNotes, SavedMetrics, UnloggedMetrics
 from tenuto.training.retention_worker import RetentionWorker
+from tenuto.training.save_admission import SaveAdmission
 from tenuto.training.save_costs import OptimumFacts
 from tenuto.training.stats import SaveTotals, Stats
 from tenuto.training.tier_worker import TierWorker
 from tenuto.training.unhealthy import HealthReports
-
-# --------------------------------------------------------------------------------------------------
-# Whether a save that is due may be taken: at once, when one before has ended, or not at all.
-
-BUSY_DEADLINE_S: Final = 600.0
-"""How long the training thread waits for the save before, where saves are not skipped."""
-
-
-class SaveAdmission:
-    """Admits the saves of one run.
-
-    skip: a save that is due while as many as may be are in flight is skipped. The coordinator decides that for all
-        ranks, since each would find its own writer at work, or just done.
-    missed: called with the step of a save that other ranks take and this one does not, so that none waits for it.
-    """
-
-    def __init__(
-        self,
-        saver: Saver,
-        run: str,
-        emitter: Emitter,
-        *,
-        skip: bool,
-        group: RankGroup,
-        missed: Callable[[int, BaseException], None],
-    ) -> None:
-        self._saver = saver
-        self._run = run
-        self._emitter = emitter
-        self._skip = skip
-        self._group = group
-        self._missed = missed
-        self._ahead: tuple[int, bool] | None = None
-        """The coordinator's decision for a step that this rank has not reached yet."""
-
-    def await_for(self, step: int, *, must: bool) -> float | None:
-        """Returns when the save may be taken, with the seconds that it has waited; None if it is skipped.
-
-        Raises DeadlineExceeded where none before it ends, and what waiting for the coordinator raises.
-        """
-        if self._skip and not must and self._all_skip(step):
-            where = "" if self._group.coordinates else ", on the coordinator"
-            self._emitter.emit(SaveSkipped(self._run, step, f"{self._busy_with()} still being written{where}"))
-            return None
-        if self._saver.free:
-            return 0.0
-        began = time.monotonic()
-        if not self._saver.await_free(BUSY_DEADLINE_S):
-            stuck = self._stuck(step)
-            self._missed(step, stuck)
-            raise stuck
-        return time.monotonic() - began
-
-    def skipped(self, step: int) -> SaveFailed:
-        """Returns the error of a requested save that was skipped."""
-        return SaveFailed(
-            f"step {step} was not saved: {self._busy_with()} still being written",
-            subject=self._run,
-            hint='on_busy="wait" waits for it',
-        )
-
-    def _all_skip(self, step: int) -> bool:
-        """Returns whether all ranks skip it. Only the coordinator's own state counts, so it never waits here."""
-        group = self._group
-        if group.coordinates:
-            skip = not self._saver.free
-            with group.round("turn") as round:
-                round.broadcast(canonical_json.dumps([step, skip]))
-            return skip
-        while True:
-            if self._ahead is None:
-                with group.round("turn") as round:
-                    decision = canonical_json.loads(round.receive(group.timeout_s, f"whether step {step} is saved"))
-                self._ahead = int(decision[0]), bool(decision[1])
-            decided, skip = self._ahead
-            if decided > step:
-                raise self._disagreement(decided, step)
-            self._ahead = None
-            if decided == step:
-                return skip
-            if not skip:
-                self._missed(decided, self._disagreement(decided, step))
-
-    def _disagreement(self, decided: int, step: int) -> RanksDisagree:
-        return RanksDisagree(
-            f"the ranks do not agree about the step that is saved (rank 0: {decided}, this rank: {step})",
-            subject="the step that is saved",
-            hint="save at the same steps on all ranks: later steps are saved again",
-            phase=f"the save of step {step}",
-        )
-
-    def _busy_with(self) -> str:
-        number = len(self._saver.in_flight)
-        return "the save before is" if number <= 1 else f"the {number} saves before are"
-
-    def _stuck(self, step: int) -> DeadlineExceeded:
-        before = next(iter(self._saver.in_flight), None)
-        return DeadlineExceeded(
-            f"no save of step {step}: the one of step {before.step if before else 0} has been "
-            f"{before.phase if before else 'at work'} for {BUSY_DEADLINE_S:g} s",
-            subject=str(before.id) if before else self._run,
-            hint=f"look at {self._saver.repo.url}: does it still answer?",
-        )
-
 
 SHARE_SPARE_BYTES = 1 << 20
 LOSS_S: Final = 30.0
@@ -166,9 +63,16 @@ class RunSaver:
     """Takes the saves of one run, and does what follows their commits."""
 
     def __init__(
-        self, repo: Repo, settings: Settings, emitter: Emitter, group: RankGroup, state: Mapping[str, Any]
+        self,
+        repo: Repo,
+        settings: Settings,
+        emitter: Emitter,
+        group: RankGroup,
+        state: Mapping[str, Any],
+        *,
+        ranks: Ranks,
     ) -> None:
-        """`group`: the ranks with which this process saves. `state`: what it trains."""
+        """`group`: the ranks with which this process saves, as `ranks` has them. `state`: what it trains."""
         self.repo = repo
         self.run = run = settings.run
         report_to(repo.store, self.report)
@@ -179,6 +83,17 @@ class RunSaver:
         self.retention = RetentionWorker(repo, emitter=emitter, warn=self.report, group=group, tiers=self.tiers)
         self._on_error, self._in_flight = settings.on_error, settings.in_flight
         self._emitter = emitter
+        self.emergency = EmergencyPlaces(
+            settings.emergency,
+            settings.emergency_after_s,
+            repo,
+            run,
+            ranks=ranks,
+            group=group,
+            report=self.report,
+        )
+        self.leaving = False
+        """Whether training ends or leaves with the next save."""
         self.memory: MemoryCadence | None = None
         """States that are sealed in memory, with a cadence of its own."""
         if settings.memory is not None:
@@ -289,6 +204,8 @@ class RunSaver:
         self.totals.begin()
         self.heartbeat.beat(first_step if at is None else at)
         self.tiers.begin(attempt)
+        self.emergency.announce(attempt)
+        self.heartbeat.note_emergency(self.emergency.urls)
         if self._optimum is not None and self._coordinates:
             self._optimum.begin(self.repo, self.run, attempt.number)
         if restored is not None:
@@ -300,7 +217,7 @@ class RunSaver:
             self._lost(self._loss)
 
     def decide(self, moment: Moment) -> Decision:
-        asked, waits = None, not self.saver.free
+        asked, waits, self.leaving = None, not self.saver.free, moment.ending
         if self.heartbeat.on:
             sealed = self.memory is not None and self.memory.newest_s is not None
             self.heartbeat.sealed = self.group.world_size if sealed else 0
@@ -354,13 +271,19 @@ class RunSaver:
         """
         began, self._settled = time.monotonic(), None
         due_s = began if due_s is None else due_s
+        patience_s = self.emergency.patience_s if self.leaving and self.emergency.ready else None
+        if patience_s is not None:
+            wait = eager = True  # what becomes of it is known while the state is still there
         try:
-            waited_s = self.admission.await_for(step, must=must)
+            waited_s = self.admission.await_for(step, must=must, patience_s=patience_s)
         except (DeadlineExceeded, RanksError) as error:
             save = handle or self.saver.plan_save(step, reason=about.reason)
             self.totals.take(save, due_s)
             self.totals.hold(save, time.monotonic() - due_s)
-            return self._not_taken(save, error)
+            self._not_taken(save, error)
+            if patience_s is not None:
+                self.emergency.rescue(flattened, step, about, error)
+            return save
         if waited_s is None:
             self.totals.skip(time.monotonic() - due_s)
             return None
@@ -371,6 +294,7 @@ class RunSaver:
         if self.memory is not None:
             eager = self.memory.saved(step) or eager
         save = handle or self.saver.plan_save(step, reason=about.reason)
+        save.patience_s = patience_s
         save.clock.put("look_s", began - due_s)
         save.clock.put("wait_s", waited_s)
         self.totals.take(save, due_s)
@@ -389,6 +313,8 @@ class RunSaver:
         if self._optimum is not None:
             self._optimum.continues()
         self.totals.hold(save, time.monotonic() - due_s)
+        if patience_s is not None:
+            self.emergency.rescue(flattened, step, about, save.error)
         return save
 
     def _report_standstill(self) -> None:
@@ -422,6 +348,9 @@ class RunSaver:
         """Waits for all saves in flight, notes and retention. Raises DeadlineExceeded after `timeout` seconds; without
         one, once the save that is being written has made no progress, or what follows has not ended, for ten minutes
         (I8)."""
+        if self.emergency.rescued is not None:  # what is still in flight is older than what is safe
+            self.saver.join(min(self.emergency.after_s, math.inf if timeout is None else timeout))
+            return
         until = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float:
@@ -539,6 +468,8 @@ class RunSaver:
     def give_back(self, timeout: float) -> None:
         """Writes the notes that are left and gives run and memory back, within `timeout` seconds. Raises errors of the
         store, and DeadlineExceeded."""
+        if self.emergency.rescued is not None:
+            timeout = min(timeout, self.emergency.after_s)
         until = time.monotonic() + timeout
         self.totals.end()
         self._write_notes(timeout / 2)
@@ -548,7 +479,8 @@ class RunSaver:
         finally:
             self.saver.close()
             if self.memory is not None:
-                self.memory.close(self.last.id if self.last is not None and self.last.committed else None)
+                durable = self.last.id if self.last is not None and self.last.committed else None
+                self.memory.close(self.emergency.rescued or durable)
 
     def _write_notes(self, timeout: float) -> None:
         """Writes notes in the training thread, unless the writing thread is at work and will write them."""

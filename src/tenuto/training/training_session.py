@@ -114,13 +114,13 @@ class TrainingSession:
         with leave_on_error(group):
             position = TrainingPosition(data, ranks.rank, ranks.world_size)
             snapshots = Snapshots(state, position, settings.watched, settings.modes, keep=repr(settings.keep))
-            saving = RunSaver(repo, settings, emitter, group, state)
+            saving = RunSaver(repo, settings, emitter, group, state, ranks=ranks)
             tier = saving.memory.tier if saving.memory is not None else None
             claiming = RunClaim(repo, settings, state, position, emitter=emitter, group=group, memory=tier)
             catch = settings.save.catches_signals
             session = cls(run, position, snapshots, saving, claiming, catch=catch, probe=probe)
             claiming.on_claimed = saving.expect
-            claiming.tiers = saving.tiers
+            claiming.tiers, claiming.emergency = saving.tiers, saving.emergency
             session._fenced = settings.fenced
             if not any(type(value) is Late for value in state.values()):  # else once they are there
                 session.prepare()
@@ -483,7 +483,7 @@ class TrainingSession:
         try:
             self.saving.give_back(timeout)
         except TenutoError as error:
-            if not quietly:
+            if not quietly and self.saving.emergency.rescued is None:
                 raise
             self.saving.report(str(error))
         finally:
@@ -587,7 +587,7 @@ class TrainingSession:
             return
         self._preemption.hold_back()
         with undisturbed:
-            mark, self._mark = self._mark, None
+            mark, self._mark, self.saving.leaving = self._mark, None, True
             if mark is not None:
                 self._take_marked(mark, f"{name} came")
             self._leave()

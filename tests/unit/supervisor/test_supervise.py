@@ -172,7 +172,7 @@ from tenuto.supervisor.decide import Limits
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.supervise import Supervisor, Watch
 
-def without_key(places):
+def without_key(places, emergency):
     raise KeyMissing("no key was given", subject="x", hint="give one")
 
 told = []

@@ -225,6 +225,8 @@ def test_the_settings_of_a_large_job_are_what_code_would_say(monkeypatch: pytest
         ranks_timeout=1800,
         ranks_silence=30,
         writers="balanced",
+        emergency="/nvme-shared/emergency",
+        emergency_after=10,
         log="saves",
         save=every(steps=1000, minutes=30)
         | on.improve("val_loss", by="0.5%")

@@ -41,18 +41,16 @@ def chaos(
 ) -> None:
     """Put faults into a training, and see what they cost.
 
-    As `tenuto run`, with faults in the processes that train: kill, abort, stop (a signal), hang (a step that never
-    ends), oom (an allocation that does not fit), nan (in the state), full-disk, slow-store (what is put there fails or
-    takes longer), partition (nothing comes in from other ranks). Use a copy of your run, or a run of its own: the
-    command trains and saves as it always does.
+    As `tenuto run`, with the table `[supervise]` of `tenuto.toml` and faults in the processes that train: kill, abort,
+    stop (a signal), hang (a step that never ends), oom (an allocation that does not fit), nan (in the state),
+    full-disk, slow-store (what is put there fails or takes longer), partition (nothing comes in from other ranks). Use
+    a copy of your run, or a run of its own: the command trains and saves as it always does.
     """
-    from tenuto.cli.commands.run import document_of, hang_of, supervised
-    from tenuto.cli.console import remedies
+    from tenuto.cli.commands import run
     from tenuto.model.sizes import parse_time
     from tenuto.report.struck import read_struck
     from tenuto.supervisor.chaos import Injector, drawn, traced, written
     from tenuto.supervisor.decide import Limits
-    from tenuto.supervisor.strategies import Recovery, Rules
     from tenuto.supervisor.supervise import Watch
 
     if faults < 1:
@@ -67,14 +65,33 @@ def chaos(
     else:
         plan = drawn(parse_time(every, "--every"), faults, kinds.split(","), seed, lasts_s)
     often = 10 * len(plan) + 10
-    limits = Limits(restarts=often, per_hour=often, in_vain=5, first_wait_s=0.1)
-    injector, watch = Injector(plan, seed), Watch(hang_s=hang_of(hang), grace_s=parse_time(grace, "--grace"))
-    recovery = Recovery(Rules(), remedies.roll_back, remedies.repair)
-    account = supervised(command, limits, watch, journal=journal, json=json, injector=injector, recovery=recovery)
+    said = run.Supervision.of_settings()
+    limits = Limits(
+        restarts=often, per_hour=often, in_vain=5, first_wait_s=0.1, per_cause=said.rules.most, final=said.final
+    )
+    injector = Injector(plan, seed)
+    watch = Watch(
+        hang_s=run.hang_of(hang),
+        grace_s=parse_time(grace, "--grace"),
+        start_s=run.limit_of(said.start_within, "start_within"),
+        end_s=run.limit_of(said.end_within, "end_within"),
+    )
+    account = run.supervised(
+        command,
+        limits,
+        watch,
+        journal=journal,
+        json=json,
+        at_end=run.flush_of(""),
+        injector=injector,
+        recovery=said.recovery(),
+        notify=said.notify,
+        watching=said.watching if said.given else None,
+    )
     struck = read_struck(Path(account.journal)) if account.journal else []
     if json:
         told = {"injected": [one.document() for one in struck], "elapsed_s": account.elapsed_s}
-        output.document("chaos", {**document_of(account), **told, "left": len(injector.faults)})
+        output.document("chaos", {**run.document_of(account), **told, "left": len(injector.faults)})
     else:
         _show(account, injector, struck)
     if account.status:

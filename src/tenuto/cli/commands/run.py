@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +18,11 @@ from tenuto.errors import UsageError
 if TYPE_CHECKING:
     from tenuto.supervisor.actions import Action
     from tenuto.supervisor.chaos import Injector
-    from tenuto.supervisor.decide import Limits
+    from tenuto.supervisor.decide import Kind, Limits
     from tenuto.supervisor.detectors.contract import Name
     from tenuto.supervisor.journal import Journal
     from tenuto.supervisor.risk.predict import RiskPredictor
-    from tenuto.supervisor.strategies import Recovery
+    from tenuto.supervisor.strategies import Recovery, Rules
     from tenuto.supervisor.supervise import Account, Watch
     from tenuto.supervisor.watching import Watching
 
@@ -32,6 +32,7 @@ EXAMPLES = examples(
     "tenuto run --on straggler=restart --record samples.jsonl -- python train.py",
 )
 _ENDS = "Ends in an hour (12), in a row in vain (3)."
+_LEAVING = "To leave in (60s); after which it is asked to."
 _FILES = "For what happens, and what is read of the machine."
 REPLAYED = 50_000
 """Samples of a recording, the newest ones, that are looked at to know how good a predictor was: a second at most."""
@@ -58,8 +59,12 @@ def run(
     ] = "",
     risk: Annotated[str, typer.Option(metavar="MODEL", help="What foresees faults; `off`; else rules.")] = "",
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
-    grace: Annotated[str, typer.Option(metavar="TIME", help="To leave in, when asked to.")] = "60s",
-    deadline: Annotated[str, typer.Option(metavar="TIME", help="After which it is asked to leave.")] = "",
+    grace: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING, show_default=False)] = "60s",
+    deadline: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING)] = "",
+    emergency: Annotated[
+        list[str] | None,
+        typer.Option("--emergency", metavar="WHERE", help="Takes the last state if its store does not."),
+    ] = None,
     journal: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
     record: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
     notify: Annotated[
@@ -73,42 +78,34 @@ def run(
     By its own steps, its end, and what is found on the machine (memory, disks, GPUs, notices of a cloud); what is done
     goes by the cause, or by the finding. A signal is passed on. The exit status is the command's.
     """
-    from tenuto.cli.console import remedies
     from tenuto.model.sizes import parse_time
-    from tenuto.supervisor import actions
     from tenuto.supervisor.decide import Limits
-    from tenuto.supervisor.strategies import Recovery, written
     from tenuto.supervisor.supervise import Watch, summary
 
     for name, value in (("--restarts", restarts), ("--per-hour", per_hour), ("--in-vain", in_vain)):
         if value < (0 if name == "--restarts" else 1):
             raise UsageError(f"{name} {value} makes no sense", subject=name, hint=f"{name} 3")
-    settings = _settings()
-    answers, causes = actions.written([*settings.get("on", ()), *(on or ())])
-    rules, sizes = written(causes), sizes_of(ranks, command)
-    final = [cause for cause, strategy in rules.table.items() if strategy == "stop"]
+    said = Supervision.of_settings(
+        on=on or (), notices=notices, record=record, risk=risk, notify=notify or (),
+        start_within=start_within, end_within=end_within,
+    )  # fmt: skip
     account = supervised(
         command,
-        Limits(restarts, per_hour, in_vain, per_cause=rules.most, final=final),
+        Limits(restarts, per_hour, in_vain, per_cause=said.rules.most, final=said.final),
         Watch(
             hang_s=hang_of(hang),
             grace_s=parse_time(grace, "--grace"),
             deadline_s=parse_time(deadline, "--deadline") if deadline else None,
-            start_s=limit_of(start_within or settings.get("start_within", ""), "--start-within"),
-            end_s=limit_of(end_within or settings.get("end_within", ""), "--end-within"),
+            start_s=limit_of(said.start_within, "--start-within"),
+            end_s=limit_of(said.end_within, "--end-within"),
         ),
         journal=journal,
         json=json,
-        at_end=lambda places: remedies.flush([where] if where else places, _line),
-        recovery=Recovery(rules, remedies.roll_back, remedies.repair, sizes),
-        notify=notify or settings.get("notify", ()),
-        watching=partial(
-            watching_by,
-            answers,
-            notices=notices or settings.get("notices", "auto"),
-            record=record or settings.get("record", ""),
-            risk=risk or settings.get("risk", "rules"),
-        ),
+        at_end=flush_of(where),
+        emergency=emergency or (),
+        recovery=said.recovery(sizes_of(ranks, command)),
+        notify=said.notify,
+        watching=said.watching,
     )
     if json:
         output.document("run", document_of(account))
@@ -117,6 +114,76 @@ def run(
         _line(f"journal: {account.journal}")
     if account.status:
         raise typer.Exit(account.status)
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What is done about ends and findings, by options and the settings file. `given`: whether the file says
+    anything."""
+
+    rules: Rules
+    answers: Mapping[Name, Action]
+    notices: str
+    record: str
+    risk: str
+    notify: Sequence[str]
+    start_within: str
+    end_within: str
+    given: bool
+
+    @classmethod
+    def of_settings(
+        cls,
+        *,
+        on: Sequence[str] = (),
+        notices: str = "",
+        record: str = "",
+        risk: str = "",
+        notify: Sequence[str] = (),
+        start_within: str = "",
+        end_within: str = "",
+    ) -> Supervision:
+        """Returns what the options say, and where they do not the table `supervise` of the settings file. Raises
+        UsageError."""
+        from tenuto.supervisor import actions
+        from tenuto.supervisor.strategies import written
+
+        settings = _settings()
+        answers, causes = actions.written([*settings.get("on", ()), *on])
+        return cls(
+            written(causes),
+            answers,
+            notices or settings.get("notices", "auto"),
+            record or settings.get("record", ""),
+            risk or settings.get("risk", "rules"),
+            notify or settings.get("notify", ()),
+            start_within or settings.get("start_within", ""),
+            end_within or settings.get("end_within", ""),
+            bool(settings),
+        )
+
+    @property
+    def final(self) -> list[Kind]:
+        """The causes after which it is not started again."""
+        return [cause for cause, strategy in self.rules.table.items() if strategy == "stop"]
+
+    def recovery(self, sizes: Sequence[int] = ()) -> Recovery:
+        from tenuto.cli.console import remedies
+        from tenuto.supervisor.strategies import Recovery
+
+        return Recovery(self.rules, remedies.roll_back, remedies.repair, list(sizes))
+
+    def watching(self, journal: Journal) -> Watching:
+        """Returns what watches the machine."""
+        return watching_by(self.answers, journal, notices=self.notices, record=self.record, risk=self.risk)
+
+
+def flush_of(where: str) -> Callable[[Sequence[str], Sequence[str]], str | None]:
+    """Returns what saves what is left in memory at the end: to `where`, or to what was trained, else to the emergency
+    places."""
+    from tenuto.cli.console import remedies
+
+    return lambda places, emergency: remedies.flush([where] if where else places, emergency, _line)
 
 
 def hang_of(text: str) -> float | None:
@@ -206,21 +273,24 @@ def supervised(
     *,
     journal: str,
     json: bool,
-    at_end: Callable[[Sequence[str]], str | None] = lambda places: None,
+    at_end: Callable[[Sequence[str], Sequence[str]], str | None] = lambda places, emergency: None,
     recovery: Recovery | None = None,
     notify: Sequence[str] = (),
     injector: Injector | None = None,
     watching: Callable[[Journal], Watching] | None = None,
+    emergency: Sequence[str] = (),
 ) -> Account:
-    """Runs a command to its end, with a line on stderr for what happens. Raises UsageError where it cannot be run."""
+    """Runs a command to its end, with a line on stderr for what happens. `emergency`: places for what trains there,
+    where its script names none. Raises UsageError where it cannot be run."""
     from tenuto.supervisor.journal import Journal, default_path
     from tenuto.supervisor.notify import Notifier, urls_of
     from tenuto.supervisor.strategies import Recovery
     from tenuto.supervisor.supervise import Supervisor
-    from tenuto.telemetry.heartbeat import CHAOS
+    from tenuto.telemetry.heartbeat import CHAOS, EMERGENCY
 
     environment = {name: value for name, value in os.environ.items() if name != CHAOS}
     environment |= {CHAOS: "1"} if injector is not None else {}
+    environment |= {EMERGENCY: ";".join(emergency)} if emergency else {}
     path = Path(journal) if journal else default_path(os.getpid())
     noted = Journal(path, _line)
     supervisor = Supervisor(

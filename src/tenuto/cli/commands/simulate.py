@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,7 +20,10 @@ EXAMPLES = examples(
     "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54",
     "tenuto simulate --mtbf 10m --memory 10s --memory-restart 5s --days 3",
     "tenuto simulate --stall 2m --mtbf 12h --predictor 0.8,0.6,5m",
+    "tenuto simulate --mtbf 6h --plot costs.svg",
 )
+
+_SAVE = "A save blocks training (0.2s); is durable (10s)."
 
 
 def simulate(
@@ -27,8 +31,8 @@ def simulate(
     mtbf: Annotated[str, typer.Option(metavar="TIME", help="Between failures.")] = "3.09h",
     days: Annotated[float, typer.Option(metavar="N", help="Of useful work.")] = 30.0,
     gpus: Annotated[int, typer.Option(metavar="N", help="For what it comes to in their hours.")] = 1,
-    stall: Annotated[str, typer.Option(metavar="TIME", help="That a save blocks training for.")] = "0.2s",
-    persist: Annotated[str, typer.Option(metavar="TIME", help="Until it is durable.")] = "10s",
+    stall: Annotated[str, typer.Option(metavar="TIME", help=_SAVE, show_default=False)] = "0.2s",
+    persist: Annotated[str, typer.Option(metavar="TIME", help=_SAVE, show_default=False)] = "10s",
     slowdown: Annotated[float, typer.Option(metavar="SHARE", help="Of training meanwhile.")] = 0.0,
     restart: Annotated[str, typer.Option(metavar="TIME", help="From a failure to the next step.")] = "60s",
     save: Annotated[str, typer.Option(metavar="TIME", help="Between saves; else the optimum.")] = "",
@@ -39,6 +43,7 @@ def simulate(
     predictor: Annotated[str, typer.Option(metavar="P,R,TIME", help="Of failures: precision, recall, lead.")] = "",
     shape: Annotated[float, typer.Option(metavar="K", help="Weibull shape of failures.")] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="For the times of failures.")] = 0,
+    plot: Annotated[str, typer.Option(metavar="FILE", help="Draw it, as .svg or .png.")] = "",
     json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -71,10 +76,18 @@ def simulate(
         predictor=_predictor(predictor) if predictor else None,
     )
     found = simulated(job, seed)
+    if plot:
+        from tenuto.report.simulation_chart import draw
+
+        draw(job, found, Path(plot), seed=seed)
     if json:
-        output.document("simulate", {**asdict(found), "ettr": found.ettr, "gpus": gpus, "seed": seed})
+        output.document(
+            "simulate", {**asdict(found), "ettr": found.ettr, "gpus": gpus, "seed": seed, "plot": plot or None}
+        )
     else:
         _show(job, found, gpus)
+        if plot:
+            output.story(f"drawn: {plot}")
 
 
 def _predictor(text: str) -> Predictor:

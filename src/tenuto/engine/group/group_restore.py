@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.group.hand_over import HandOver
 from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, Skipped, as_damage, choose, exactly, match
+from tenuto.engine.read.local_state import LocalState
 from tenuto.engine.read.node_share import NodePeers, NodeSharedReads, here, peers_of_each
 from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
@@ -48,6 +49,7 @@ class RankOutcome:
     match_s: until the checkpoint was matched with what the rank holds.
     read_s: from the beginning of reading until its `nbytes` were there, verified, without `wait_s`.
     wait_s: until the requests of the other ranks of the node were there.
+    memory: how many of the bytes it had in its own memory.
     """
 
     reason: str = ""
@@ -55,17 +57,18 @@ class RankOutcome:
     read_s: float = 0.0
     wait_s: float = 0.0
     nbytes: int = 0
+    memory: int = 0
 
     def encode(self) -> bytes:
-        took = [*(round(one * 1e6) for one in (self.match_s, self.read_s, self.wait_s)), self.nbytes]
+        took = [*(round(one * 1e6) for one in (self.match_s, self.read_s, self.wait_s)), self.nbytes, self.memory]
         return canonical_json.dumps({"reason": _shown(self.reason), "took": took})
 
     @classmethod
     def decode(cls, data: bytes) -> RankOutcome:
         values = canonical_json.loads(data)
-        *took, nbytes = values["took"]
+        *took, nbytes, memory = values["took"]
         match_s, read_s, wait_s = (one / 1e6 for one in took)
-        return cls(str(values["reason"]), match_s, read_s, wait_s, int(nbytes))
+        return cls(str(values["reason"]), match_s, read_s, wait_s, int(nbytes), int(memory))
 
 
 def fits(
@@ -106,6 +109,7 @@ def _timing(outcomes: Sequence[RankOutcome]) -> Json:
         "wait_s": [one.wait_s for one in outcomes],
         "seconds": [one.match_s + one.read_s for one in outcomes],
         "bytes": [float(one.nbytes) for one in outcomes],
+        "memory_bytes": [float(one.memory) for one in outcomes],
     }
     return RankTimings.of_parts(len(outcomes), parts).to_json()
 
@@ -158,6 +162,8 @@ class GroupRestore:
         self._peers_known = False
         self._peers: NodePeers | None = None
         self._reads = 0
+        self.local: Callable[[CheckpointId], LocalState | None] = lambda id: None
+        """Returns what this rank has of a checkpoint in memory; it is closed here."""
         self.raised_by_all = False
         """Whether the last restore has ended by a vote that all ranks have received: no rank waits for more of it."""
 
@@ -284,9 +290,12 @@ class GroupRestore:
     ) -> RankTimings | None:
         """Reads this rank's part. Returns, once all ranks have, where the time went on each."""
         own: BaseException | None = None
+        local: LocalState | None = None
         began = time.perf_counter()
         try:
-            outcome.nbytes = matched.read(node)
+            local = self.local(id)
+            outcome.nbytes = matched.read(node, local)
+            outcome.memory = 0 if local is None else local.taken
             outcome.wait_s = 0.0 if node is None else node.waited_s
             outcome.read_s = max(time.perf_counter() - began - outcome.wait_s, 0.0)
         except Exception as error:  # noqa: BLE001 - sent to all, and raised here after the vote
@@ -294,6 +303,9 @@ class GroupRestore:
             outcome.reason = _reason(own)
             if node is not None:
                 node.leave()
+        finally:
+            if local is not None:
+                local.close()
         crashpoint("part restored, not yet voted for")
         with self._open_round() as round:
             self.raised_by_all = True

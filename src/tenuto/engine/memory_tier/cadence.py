@@ -8,6 +8,7 @@ from typing import Literal
 
 from tenuto.concurrency.worker_threads import BackgroundWork, background_threads, lower_priority
 from tenuto.crashpoints import crashpoint
+from tenuto.engine.memory_tier.image_store import Image
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save, SaveClock
@@ -276,6 +277,12 @@ class MemoryCadence:
             self._emitter.emit(Warned(f"step {step} is not kept in memory: {why}", self._run))
         finally:
             self._stalled_s += time.monotonic() - due_s
+
+    def newest_image(self) -> Image | None:
+        """Returns the newest state that is complete in memory, once what is under way is sealed; to be closed by the
+        caller. None where there is none."""
+        self._saver.join(JOIN_S)
+        return self.tier.newest_image() if self.tier.on else None
 
     def close(self, durable: CheckpointId | None) -> None:
         """Gives the slots back; an image of a step that is not durable stays for the next process."""

@@ -20,6 +20,7 @@ from tenuto.codec.chunk_map import ChunkMap
 from tenuto.codec.digest import digest
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, newest
 from tenuto.engine.read.chunk_reader import ChunkReader, chunk_runs
+from tenuto.engine.read.local_state import Part
 from tenuto.engine.staging.arena import keep_from_children
 from tenuto.engine.staging.slots import ROOM, read_seals
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreDenied
@@ -28,6 +29,7 @@ from tenuto.repo.format.index import decode_packs
 from tenuto.repo.format.object_names import index_file
 from tenuto.repo.format.safetensors import ALIGNMENT
 from tenuto.repo.repository import Repo
+from tenuto.state.contract import Buffer
 from tenuto.store.contract import Capabilities, Content, Entry, Listing, Stat
 
 _LOCAL: Final = "shared memory"
@@ -234,3 +236,20 @@ class ImageReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def parts_of(image: Image) -> dict[Part, Buffer]:
+    """Returns the boxes of leaves that an image has, with their bytes in place, unverified. They must not be used once
+    the image is closed. Raises CorruptionError."""
+    manifest = image.manifest()
+    index, views = image.repo.index(manifest, image.footer.rank), []
+    for pack in index.packs:
+        with image.repo.store.open(f"{manifest.id.directory}/{pack.name}") as reader:
+            view = reader.view()
+            assert view is not None, "it lies in memory"
+            views.append(np.frombuffer(view, np.uint8))
+    places = zip(index.pack.tolist(), index.offset.tolist(), index.length.tolist(), index.specs, strict=True)
+    return {
+        Part.of(spec, private=spec.private): views[pack][offset : offset + length]
+        for pack, offset, length, spec in places
+    }

@@ -16,12 +16,13 @@ from typing import Final
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.common_states import common_states
-from tenuto.engine.memory_tier.eligibility import Candidate, eligible_images
-from tenuto.engine.memory_tier.image_store import Image, open_image
+from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, eligible_images, foreign
+from tenuto.engine.memory_tier.image_store import Image, open_image, parts_of
 from tenuto.engine.memory_tier.listing import free_room, kept_by_others, passed_over, remove_image, shortage
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, SealHolder, encode_seal, new_seal, newest
 from tenuto.engine.memory_tier.slot_file import LastingSlot, take_slots
 from tenuto.engine.memory_tier.slot_pool import MemorySlot, SlotPool
+from tenuto.engine.read.local_state import LocalState
 from tenuto.engine.save.job import Job
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.engine.staging.plan import SavePlan
@@ -235,6 +236,39 @@ class MemoryTier:
         if image is None or image.footer != candidate.footer:
             raise CorruptionError(f"{file.name} has changed", subject=file.name)
         return image
+
+    def newest_sealed(self) -> tuple[int, int]:
+        """Returns attempt and step of the newest state of this run, machine and user that is sealed here, before the
+        claim; (0, 0) where there is none."""
+        own = [footer for _, footer in self.own_images() if not foreign(self._repo, self._run, footer)]
+        return max(((one.holder.attempt, one.id.step) for one in own), default=(0, 0))
+
+    def forget(self, id: CheckpointId) -> None:
+        """Unseals, before the claim, the states of the attempt of `id` up to its step: it is in the store."""
+        for slot, footer in self.own_images():
+            if (footer.id.run, footer.holder.attempt) == (id.run, id.attempt) and footer.id.step <= id.step:
+                slot.file.unseal()
+
+    def local_state(self, id: CheckpointId) -> LocalState | None:
+        """Returns what this rank has sealed of a checkpoint, before the claim; None where it has nothing that can be
+        read. To be closed."""
+        try:
+            for slot, footer in self.own_images():
+                if footer.repository == self._repo.id and footer.id == id:
+                    image = self.open(Candidate(slot, footer, EligibleImage(None, durable=False)))
+                    return LocalState(parts_of(image), image.close)
+        except (CorruptionError, OSError):
+            pass  # it is read from the store
+        return None
+
+    def newest_image(self) -> Image | None:
+        """Returns the newest image that is complete on all ranks, which the caller closes before another is taken; None
+        where there is none. CorruptionError where it is not what was sealed."""
+        footer, pool = self.sealed, self._pool
+        slot = next((one for one in pool.slots if one.footer == footer), None) if footer is not None and pool else None
+        if slot is None or footer is None:
+            return None
+        return self.open(Candidate(slot, footer, EligibleImage(None, durable=False)))
 
     def take_over(self, candidate: Candidate | None) -> None:
         """Notes that training resumes from this image (None: from none of them), once the run is claimed."""

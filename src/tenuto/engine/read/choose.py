@@ -35,6 +35,7 @@ from tenuto.store.contract import is_unreadable
 from tenuto.units import count, seconds, size
 
 if TYPE_CHECKING:
+    from tenuto.engine.read.local_state import LocalState
     from tenuto.engine.read.node_share import NodeSharedReads
 
 
@@ -295,12 +296,12 @@ class Matched:
     """A checkpoint that has been matched with a target, of which nothing has changed yet.
 
     read: fills the target, all but plain values, which `prepared.apply` sets; returns the bytes. Takes the shared reads
-        of the node's ranks, each of which does the same.
+        of the node's ranks, each of which does the same, and what this rank has in memory.
     needs: returns what `read` reads: by the name of a pack ranges of it, in whole chunks.
     """
 
     prepared: Prepared
-    read: Callable[[NodeSharedReads | None], int]
+    read: Callable[[NodeSharedReads | None, LocalState | None], int]
     needs: Callable[[], Mapping[str, Span]]
 
 
@@ -314,23 +315,23 @@ def match(repo: Repo, manifest: Manifest, prepare: Prepare, *, rank: int = 0, of
         if prepared.boxes is None:
             return _matched(
                 prepared,
-                lambda _: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter),
+                lambda *_: read_leaves(repo, manifest, index, prepared.wants, emitter=emitter),
                 dict,  # one process has nobody who could hand it anything
             )
         from tenuto.engine.read.sharded_reader import ShardedReader  # only where leaves lie in parts
 
         reader = ShardedReader(repo, manifest, own, emitter)
-        return _matched(prepared, lambda _: reader.read(prepared), lambda: reader.needs(prepared))
+        return _matched(prepared, lambda *_: reader.read(prepared), lambda: reader.needs(prepared))
     from tenuto.engine.read.sharded_reader import ShardedReader
 
     reader = ShardedReader(repo, manifest, own, emitter)
     prepared = prepare(manifest, reader.full)
-    return _matched(prepared, lambda node: reader.read(prepared, node), lambda: reader.needs(prepared))
+    return _matched(prepared, lambda node, local: reader.read(prepared, node, local), lambda: reader.needs(prepared))
 
 
 def _matched(
     prepared: Prepared,
-    read: Callable[[NodeSharedReads | None], int],
+    read: Callable[[NodeSharedReads | None, LocalState | None], int],
     needs: Callable[[], Mapping[str, Span]],
 ) -> Matched:
     """Another rank's private values are read last."""
@@ -338,8 +339,8 @@ def _matched(
     if other is None:
         return Matched(prepared, read, needs)
 
-    def read_all(node: NodeSharedReads | None) -> int:
-        nbytes = read(node)
+    def read_all(node: NodeSharedReads | None, local: LocalState | None) -> int:
+        nbytes = read(node, local)
         other.read()
         return nbytes
 
@@ -365,7 +366,7 @@ def fetch(
 ) -> tuple[Prepared, int]:
     """Matches and reads; returns the prepared restore, and the bytes that were read."""
     found = match(repo, manifest, prepare, rank=rank, of=of, emitter=emitter)
-    return found.prepared, found.read(node)
+    return found.prepared, found.read(node, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from math import prod
 from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
@@ -22,10 +20,12 @@ from tenuto.codec.chunk_map import ChunkMap, Span
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read.choose import FullLeaves
 from tenuto.engine.read.chunk_reader import threads_for
-from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
-from tenuto.engine.read.leaf_reader import LeafReader, MemorySink
+from tenuto.engine.read.lazy_reader import LazyReader
+from tenuto.engine.read.leaf_reader import LeafReader
+from tenuto.engine.read.local_state import LocalState, Part
 from tenuto.engine.read.node_share import NodeSharedReads, PackRanges
 from tenuto.engine.read.packs import OpenPack, open_pack
+from tenuto.engine.read.read_segments import PIECE_BYTES, BoxRead, ContiguousReads, ReadSegments
 from tenuto.errors import CorruptionError, ShardMismatch, StoreError, typed
 from tenuto.events import Emitter, Progress
 from tenuto.model.leaf import Box
@@ -44,177 +44,13 @@ from tenuto.repo.format.shard_table import (
 )
 from tenuto.repo.replicated.places import places_of
 from tenuto.repo.repository import Repo
-from tenuto.sharding.coalesce import cut
 from tenuto.sharding.coverage import check_coverage
 from tenuto.sharding.holdings import Column, Holdings, every, padded, spread
-from tenuto.sharding.reshard import Overlap, Reshard, bands, pieces, reshard, runs, saved_spans
-from tenuto.state.contract import Buffer, Prepared, Sink
+from tenuto.sharding.reshard import Reshard, reshard, saved_spans
+from tenuto.state.contract import Prepared, Sink
 from tenuto.state.restore.match import match_state
 from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import is_unreadable
-
-# --------------------------------------------------------------------------------------------------
-# The reads of a restore, in pieces: runs of bytes that are contiguous on both sides, and boxes that are cut out.
-
-PIECE_BYTES: Final = 8 << 20
-"""The most that one of several threads cuts out at once."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ContiguousReads:
-    """Run i: bytes `first[i] .. stop[i] - 1` of row `row[i]` of rank `saver[i]`. They go to `sinks[i]`."""
-
-    saver: Column
-    row: Column
-    first: Column
-    stop: Column
-    sinks: Sequence[Sink]
-
-    def __len__(self) -> int:
-        return len(self.saver)
-
-    def take(self, lines: Column) -> ContiguousReads:
-        chosen = [self.sinks[line] for line in lines.tolist()]
-        return ContiguousReads(self.saver[lines], self.row[lines], self.first[lines], self.stop[lines], chosen)
-
-    def split(self, step: int) -> ContiguousReads:
-        """Returns the same runs in pieces that each lie within `step` bytes of their row; those to sinks without memory
-        of their own stay as they are."""
-        begin = self.first // step
-        count = -(-self.stop // step) - begin
-        memory = {line: buffer for line in np.flatnonzero(count > 1).tolist()
-                  if (buffer := self.sinks[line].buffer) is not None}  # fmt: skip
-        divided = np.isin(np.arange(len(self)), list(memory))
-        line, at = cut(np.where(divided, count, 1), 1)
-        low, whole = (begin[line] + at) * step, ~divided[line]
-        first = np.where(whole, self.first[line], np.maximum(low, self.first[line]))
-        stop = np.where(whole, self.stop[line], np.minimum(low + step, self.stop[line]))
-        sinks: list[Sink] = []
-        for number, inside, length in zip(
-            line.tolist(), (first - self.first[line]).tolist(), (stop - first).tolist(), strict=True
-        ):
-            buffer = memory.get(number)
-            sinks.append(self.sinks[number] if buffer is None else MemorySink(buffer[inside : inside + length]))
-        return ContiguousReads(self.saver[line], self.row[line], first, stop, sinks)
-
-
-class BoxTarget:
-    """The destination of one wanted box: its sink's own memory, or memory of ours that the sink is filled from."""
-
-    def __init__(self, sink: Sink, wanted: Holdings, line: int) -> None:
-        axes = int(wanted.ndim[wanted.leaf[line]])
-        shape = tuple(wanted.shape[line, :axes].tolist())
-        self.itemsize = int(wanted.itemsize[line])
-        nbytes = self.itemsize * int(np.prod(shape, dtype=np.int64))
-        buffer = sink.buffer
-        self._ours: Sink | None = sink if buffer is None else None
-        self.memory: Buffer = np.empty(nbytes, np.uint8) if buffer is None else buffer
-        if len(self.memory) != nbytes:
-            path = wanted.path(line)
-            raise CorruptionError(
-                f"{path} has {nbytes} bytes in the checkpoint and {len(self.memory)} in the target", subject=path
-            )
-        self.items: Any = np.ndarray(shape, item_dtype(self.itemsize), self.memory)
-
-    def finish(self) -> None:
-        if self._ours is not None:
-            self._ours.fill(self.memory)
-
-
-@dataclass(frozen=True, slots=True)
-class BoxRead:
-    """The items of `taken.region` of a row of `saver` go to `taken.where` of the target's array."""
-
-    saver: int
-    row: int
-    path: str
-    taken: Overlap
-    target: BoxTarget
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The first of its bytes in the row, and the end of the last."""
-        region, size = self.taken.region, self.target.itemsize
-        last = region.first + sum((count - 1) * step for count, step in zip(region.counts, region.strides, strict=True))
-        return region.first * size, (last + 1) * size
-
-    def read(self, reader: LazyReader) -> int:
-        into = self.target.items[self.taken.where]
-        reader.read_items(self.row, self.path, self.taken.region, into)
-        return int(into.nbytes)
-
-
-class ReadSegments:
-    """All reads of a restore: `runs`, `cuts`, and the targets that are finished once both have arrived."""
-
-    def __init__(
-        self,
-        plan: Reshard,
-        saved: Holdings,
-        wanted: Holdings,
-        sinks: Sequence[Sink],
-        private: Sequence[tuple[int, int, int, Sink]],
-    ) -> None:
-        """
-        sinks: that of line i of `wanted` is `sinks[wanted.row[i]]`.
-        private: rank, row, bytes and sink of each private leaf, which is read as it was saved.
-        """
-        self._saved = saved
-        self._wanted = wanted
-        self._sinks = sinks
-        self._targets: dict[int, BoxTarget] = {}
-        count, _ = runs(plan, saved, wanted)
-        self.runs = self._runs(plan.take(np.flatnonzero(count == 1)), private)
-        self._plan = plan
-        self._to_cut = np.flatnonzero(count > 1).tolist()
-
-    def cuts(self, piece_bytes: int) -> list[BoxRead]:
-        """Returns the boxes to cut out, in pieces that span about `piece_bytes` of their rows."""
-        return [part for line in self._to_cut for part in self._cuts(line, piece_bytes)]
-
-    def finish(self) -> None:
-        for target in self._targets.values():
-            target.finish()
-
-    def _target(self, line: int) -> BoxTarget:
-        found = self._targets.get(line)
-        if found is None:
-            found = self._targets[line] = BoxTarget(self._sinks[int(self._wanted.row[line])], self._wanted, line)
-        return found
-
-    def _runs(self, plan: Reshard, private: Sequence[tuple[int, int, int, Sink]]) -> ContiguousReads:
-        saved, wanted = self._saved, self._wanted
-        found = pieces(plan, saved, wanted)
-        want = plan.wanted[found.line]
-        whole = found.length == wanted.nbytes()[want]
-        sinks: list[Sink] = []
-        rows = zip(want.tolist(), whole.tolist(), found.target.tolist(), found.length.tolist(), strict=True)
-        places = wanted.row.tolist()
-        for line, full, at, length in rows:
-            if full and length <= PIECE_BYTES:
-                sinks.append(self._sinks[places[line]])
-            else:
-                sinks.append(MemorySink(self._target(line).memory[at : at + length]))
-        have = plan.saved[found.line]
-        rank, row, length = (np.array([one[at] for one in private], np.int64) for at in range(3))
-        return ContiguousReads(
-            np.concatenate([saved.rank[have].astype(np.int64), rank]),
-            np.concatenate([saved.row[have], row]),
-            np.concatenate([found.source, np.zeros(len(rank), np.int64)]),
-            np.concatenate([found.source + found.length, length]),
-            [*sinks, *(sink for _, _, _, sink in private)],
-        )
-
-    def _cuts(self, line: int, piece_bytes: int) -> list[BoxRead]:
-        saved, have = self._saved, int(self._plan.saved[line])
-        taken = self._plan.overlap(line, saved)
-        target = self._target(int(self._plan.wanted[line]))
-        row, path, saver = int(saved.row[have]), saved.path(have), int(saved.rank[have])
-        # Bands by what is passed over in the row, not only by what is taken of it.
-        thin = max(int(np.prod(saved.shape[have, 1:])) // max(prod(taken.region.counts[1:]), 1), 1)
-        items = max(piece_bytes // target.itemsize // thin, 1)
-        return [BoxRead(saver, row, path, band, target) for band in bands(taken, items)]
-
 
 SAVERS_AT_ONCE: Final = 32
 """Ranks whose packs are open at once while cuts are read: a process may have only a thousand files open."""
@@ -242,10 +78,11 @@ class ShardedReader:
         private = self._of(self._own).private if self._own is not None else None
         self.full = FullLeaves(self._specs(private), private)
 
-    def read(self, prepared: Prepared, node: NodeSharedReads | None = None) -> int:
+    def read(self, prepared: Prepared, node: NodeSharedReads | None = None, local: LocalState | None = None) -> int:
         """Fills every sink; returns the bytes that were wanted.
 
         node: shared reads with the other ranks of the node, each of which calls this too.
+        local: what this rank has in memory, which is not read.
 
         Raises CorruptionError, which names the leaf, the pack and the offset, and ShardMismatch, which names a leaf
         that the checkpoint does not hold completely.
@@ -254,6 +91,17 @@ class ShardedReader:
         self._total = int(wanted.nbytes().sum()) + sum(self.full.specs[leaf].nbytes for leaf, _ in private)
         sinks = [sink for _, sink, _ in shared]
         segments = ReadSegments(plan, saved, wanted, sinks, self._private(private))
+        if local is not None and self._repo.keys is None:
+            specs = self.full.specs
+
+            def part(want: int) -> Part:
+                if want < 0:
+                    return Part.of(specs[private[-1 - want][0]], private=True)
+                leaf, _, box = shared[int(wanted.row[want])]
+                spec = specs[leaf]
+                return Part(spec.path, spec.dtype, Box.whole(spec.shape) if box is None else box, private=False)
+
+            segments.take(local, part, lambda saver: ChunkMap.of(self._of(saver)), self._threads.copy)
         if node is None:
             self._read_all(segments)
         else:

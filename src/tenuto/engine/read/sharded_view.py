@@ -13,7 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.engine.read.lazy_reader import LazyReader
-from tenuto.engine.read.sharded_reader import PIECE_BYTES, ShardedReader
+from tenuto.engine.read.read_segments import PIECE_BYTES
+from tenuto.engine.read.sharded_reader import ShardedReader
 from tenuto.errors import CorruptionError, UsageError, typed
 from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Json, Manifest

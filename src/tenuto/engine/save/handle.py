@@ -131,6 +131,8 @@ class Save:
         self.inside_step = False
         """Set while the save waits for the end of the step that is still open: waiting for it there would never end."""
         self._ended = Latch()
+        self.patience_s: float | None = None
+        """Seconds without progress after which a wait without a timeout ends; None: STANDSTILL_S."""
         self.hasten: Callable[[], None] = nothing
         """Called when a wait for it begins; for the engine."""
         self.waits_for: Callable[[], str] = str
@@ -221,18 +223,23 @@ class Save:
 
     def join(self, timeout: float | None = None) -> bool:
         """Whether it has ended, well or not, within `timeout` seconds; without one, until it has made no progress for
-        ten minutes."""
+        `patience_s`."""
         self.hasten()
         if timeout is not None:
             return self._ended.wait(timeout)
-        while not self._ended.wait(max(0.0, self.moved_s + STANDSTILL_S - time.monotonic())):
-            if time.monotonic() - self.moved_s >= STANDSTILL_S:
+        patience_s = self._patience_s
+        while not self._ended.wait(max(0.0, self.moved_s + patience_s - time.monotonic())):
+            if time.monotonic() - self.moved_s >= patience_s:
                 return False
         return True
 
+    @property
+    def _patience_s(self) -> float:
+        return STANDSTILL_S if self.patience_s is None else self.patience_s
+
     def stuck(self, timeout: float | None = None) -> DeadlineExceeded:
         """Returns what to raise when `join` returned False."""
-        how = f"has not got on for {STANDSTILL_S:g} s" if timeout is None else f"has not ended within {timeout:g} s"
+        how = f"has not got on for {self._patience_s:g} s" if timeout is None else f"has not ended within {timeout:g} s"
         others = self.waits_for()
         where = "these ranks, and at the store it writes to" if others else "the store it writes to"
         return DeadlineExceeded(

@@ -77,7 +77,7 @@ class Job:
     """What the image is written as, where not as it is."""
 
     def __post_init__(self) -> None:
-        self.filling = Filling(self.plan.arena.window)
+        self.filling = Filling(self.plan.arena.window, self.save.patience_s)
         self.digester = Digester(self.plan.chunks, self.plan.arena.buffer.data)
         self.save.bytes = sum(pack.length for pack in self.plan.layout.packs)
 

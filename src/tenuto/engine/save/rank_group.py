@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
     from tenuto.engine.read.choose import Prepare, RestoreResult
+    from tenuto.engine.read.local_state import LocalState
     from tenuto.engine.save.commit_protocol import CommitProtocol
     from tenuto.engine.save.handle import Save
     from tenuto.errors import RanksError
@@ -56,6 +57,8 @@ class Restorer(Protocol):
 
     raised_by_all: bool
     """Whether the last restore has ended by a vote of which all ranks know: no rank waits for more of it."""
+    local: Callable[[CheckpointId], LocalState | None]
+    """Returns what this rank has of a checkpoint in memory, which is closed after the restore; several ranks use it."""
 
     def restore(
         self, step: int | str | CheckpointId, *, withdrawn: Container[int] = frozenset()
@@ -212,6 +215,7 @@ class SoloRestorer:
         self._run = run
         self._prepare = prepare
         self._emitter = emitter
+        self.local: Callable[[CheckpointId], LocalState | None] = lambda id: None
 
     def restore(
         self, step: int | str | CheckpointId, *, withdrawn: Container[int] = frozenset()

@@ -203,7 +203,7 @@ class Saver:
         began = time.perf_counter()
         attempt = self._claimed()
         try:
-            owned = self._begin_check(attempt)
+            owned = self._begin_check(attempt, CHECK_S if handle is None else handle.patience_s or CHECK_S)
             if self.fencing is not None:
                 self.fencing.begin_save()
         except BaseException as error:
@@ -245,13 +245,13 @@ class Saver:
         self._emitter.emit(Captured(save.id, save.stall_s, job.plan.arena.kind))
         return save
 
-    def _begin_check(self, attempt: Attempt) -> Callable[[], None]:
+    def _begin_check(self, attempt: Attempt, patience_s: float) -> Callable[[], None]:
         """Begins to look whether this process still owns the run. What it returns waits for the answer, and raises
         Superseded where it does not."""
         if self.repo.store.capabilities.remote:
             return _nothing  # the thread that writes finds it out
         what = f"the check who owns run {attempt.run}"
-        return begun_within(CHECK_S, what, attempt.check, subject=attempt.run)
+        return begun_within(patience_s, what, attempt.check, subject=attempt.run)
 
     def plan_save(self, step: int, *, reason: str = "") -> Save:
         """Returns the handle of a save that is going to be taken."""

@@ -23,13 +23,16 @@ class Filling:
     """How far an image is filled, which the writing thread awaits, and how far it has been written out, which the
     capturing thread awaits where `window` bytes are all the memory that the image has."""
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, patience_s: float | None = None) -> None:
+        """`patience_s`: how long the capture waits for the store to take what makes room for more;
+        None: CAPTURE_DEADLINE_S."""
         self._changed = threading.Condition()
         self._filled = 0
         self._written = 0
         self._failure: TenutoError | None = None
         self._abandoned = False
         self.window = window
+        self._patience_s = CAPTURE_DEADLINE_S if patience_s is None else patience_s
         self.waited_s = 0.0
         """How long the writing thread has waited for the capture."""
 
@@ -88,13 +91,13 @@ class Filling:
             return
         with self._changed:
             reached = self._changed.wait_for(
-                lambda: self._abandoned or self._written >= position - window, CAPTURE_DEADLINE_S
+                lambda: self._abandoned or self._written >= position - window, self._patience_s
             )
             if self._abandoned:
                 raise WriterGone
             if not reached:
                 raise DeadlineExceeded(
-                    f"the store took no byte of the image beyond {self._written} within {CAPTURE_DEADLINE_S:g} s, and "
+                    f"the store took no byte of the image beyond {self._written} within {self._patience_s:g} s, and "
                     f"training waits for the room",
                     hint="raise memory_budget= so that the whole image fits, and training need not wait for the store",
                 )
