@@ -33,7 +33,7 @@ from tenuto.store.local.syscalls import FileSystem
 from tenuto.store.wrappers.retry import Patience, RetryingStore
 from tenuto.testing.checker import PLACE
 from tenuto.testing.simulated_disk import DiskImage, SimulatedDisk
-from tenuto.training import exit_status, run_registry, saves, training_session
+from tenuto.training import exit_status, run_registry, save_admission, saves, training_session
 
 PATIENCE_S = 1.5
 """How long each phase of a training may take with a call that hangs; its own deadlines are a small part of that."""
@@ -42,7 +42,7 @@ END_S = 60.0
 DEADLINE_S = 0.05
 """What deadlines of minutes are made to be, so that thousands of cases can be waited for."""
 DEADLINES = (
-    (saves, "BUSY_DEADLINE_S"),
+    (save_admission, "BUSY_DEADLINE_S"),
     (saves, "NOTE_DEADLINE_S"),
     (training_session, "CLOSE_DEADLINE_S"),
     (handle, "STANDSTILL_S"),

@@ -259,7 +259,7 @@ class GroupRestore:
         outcome = RankOutcome()
         manifest, matched = self._matched(id, data, outcome)
         with ExitStack() as stack:
-            if self.group.spread and manifest.stored is None:  # encoded ones lie where every rank reads
+            if self.group.spread:
                 self._hand_over(id, manifest, matched, stack)
             node = self._shared_reads()
             if node is not None:
