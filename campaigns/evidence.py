@@ -81,8 +81,8 @@ def _trainer_kills(result: Result) -> str:
     trainers = [f"{one['trainer']} {one['kills']}" for one in result["by_trainer"]]
     return (
         f"{_bold(result['kills'], 'kills')} ({', '.join(trainers)}); {result['equal']} of {result['rounds']} trainings ended "
-        "bitwise equal to one that nobody killed, with the trainer's own counters, histories and callbacks."
-    )
+        f"bitwise equal to one that nobody killed, with the trainer's own counters, histories and callbacks. {result.get('note', '')}"
+    ).rstrip()
 
 
 def _corruption(result: Result) -> str:
