@@ -149,7 +149,8 @@ def test_any_bits_come_back(tmp_path_factory: Any, count: int, seed: int, odd: i
     for step, expected in seen.items():
         found = tenuto.load(where, step=step).state
         assert {name: one.view(torch.uint8).numpy().tobytes() for name, one in found.items()} == expected
-        assert copies(where, step) == {"half"}
+        if not odd:  # else each part of the sample may have hit one that is no rounding
+            assert copies(where, step) == {"half"}
     assert_whole(repo_of(where))
 
 
