@@ -23,7 +23,7 @@ from tenuto.codec.digest import digest
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.read.chunk_reader import ChunkReader, chunk_runs
-from tenuto.engine.read.copy_packs import Counted, copy_pack
+from tenuto.engine.read.copy_packs import copy_pack
 from tenuto.engine.read.packs import open_pack
 from tenuto.engine.save.baseline import baseline_in
 from tenuto.engine.save.job import stored_in
@@ -57,6 +57,7 @@ from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.unfinished import abort, free
 from tenuto.store.contract import Where
 from tenuto.store.registry import open_store
+from tenuto.store.wrappers.delegating import Counted
 
 COPIED: Final = "copied"
 """The entry of a copy's environment that says what it was made from: `checkpoint` and `repository`."""

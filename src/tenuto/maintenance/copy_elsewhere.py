@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from tenuto.codec.digest import digest
-from tenuto.engine.read.copy_packs import Counted
 from tenuto.errors import (
     AlreadyExists,
     CheckpointNotFound,
@@ -49,6 +48,7 @@ from tenuto.repo.replicated.replica import exists
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Bytes, Store
+from tenuto.store.wrappers.delegating import Counted
 
 One = TypeVar("One")
 

@@ -14,6 +14,7 @@ from tenuto.concurrency.worker_threads import foreground_threads
 from tenuto.engine.memory_tier.cadence import MemoryCadence
 from tenuto.engine.read.choose import Restored
 from tenuto.engine.save import handle as handles
+from tenuto.engine.save.commit_protocol import CommitProtocol
 from tenuto.engine.save.fenced_capture import FencedCapture
 from tenuto.engine.save.handle import Save
 from tenuto.engine.save.health import HealthWatch
@@ -97,37 +98,13 @@ class RunSaver:
         self.memory: MemoryCadence | None = None
         """States that are sealed in memory, with a cadence of its own."""
         if settings.memory is not None:
-            self.memory = MemoryCadence(
-                repo,
-                run,
-                settings.memory,
-                on_busy=settings.on_busy,
-                budget=settings.memory_budget,
-                in_flight=settings.in_flight,
-                emitter=emitter,
-                warn=self.report,
-                group=group,
-            )
+            self.memory = self._memory_of(settings)
         unlock(repo, settings.key, writing=True)
         places = [store.url for store in (*all_places(repo.store), *followers_of(repo.store))]
         self.heartbeat = Heartbeat.from_environment(group.rank, where=repo.url, run=run, places=places)
         self.heartbeat.trains(state)
         protocol = group.protocol(repo)
-        self.saver = Saver(
-            repo,
-            run,
-            emitter=emitter,
-            in_flight=settings.in_flight,
-            memory_budget=settings.memory_budget,
-            timed=True,
-            on_end=self._ended,
-            make_room=self._make_room,
-            memory=self.memory.written_from if self.memory is not None else None,
-            beside=self.memory.tier if self.memory is not None else None,
-            protocol=protocol,
-            encoding=settings.encoding,
-            health=HealthWatch(repo, protocol.rank) if settings.health else None,
-        )
+        self.saver = self._saver_of(settings, protocol)
         self.health = HealthReports(
             repo,
             run_key(run),
@@ -160,6 +137,37 @@ class RunSaver:
         self._loss: RanksError | None = None
         """The loss because of which the run is given back: for good, even if the ranks could meet again."""
         group.on_loss(self._lost)
+
+    def _memory_of(self, settings: Settings) -> MemoryCadence:
+        assert settings.memory is not None, "asked for"
+        return MemoryCadence(
+            self.repo,
+            self.run,
+            settings.memory,
+            on_busy=settings.on_busy,
+            budget=settings.memory_budget,
+            in_flight=settings.in_flight,
+            emitter=self._emitter,
+            warn=self.report,
+            group=self.group,
+        )
+
+    def _saver_of(self, settings: Settings, protocol: CommitProtocol) -> Saver:
+        return Saver(
+            self.repo,
+            self.run,
+            emitter=self._emitter,
+            in_flight=settings.in_flight,
+            memory_budget=settings.memory_budget,
+            timed=True,
+            on_end=self._ended,
+            make_room=self._make_room,
+            memory=self.memory.written_from if self.memory is not None else None,
+            beside=self.memory.tier if self.memory is not None else None,
+            protocol=protocol,
+            encoding=settings.encoding,
+            health=HealthWatch(self.repo, protocol.rank) if settings.health else None,
+        )
 
     @property
     def attempt(self) -> Attempt | None:

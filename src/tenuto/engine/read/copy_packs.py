@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -110,23 +109,6 @@ def copy_pack(
         except (CorruptionError, StoreError) as error:
             failures.append(error)
     raise failures[0] if failures else missing(repo, name)
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Content that reports the bytes of each piece once it is taken. What `moved` raises ends it."""
-
-    content: Content
-    moved: Callable[[int], None]
-
-    @property
-    def length(self) -> int:
-        return self.content.length
-
-    def pieces(self) -> Iterator[memoryview]:
-        for piece in self.content.pieces():
-            yield piece
-            self.moved(piece.nbytes)
 
 
 class VerifiedContent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tenuto.model.records import Receipt
@@ -54,3 +54,20 @@ class DelegatingStore:
 
     def close(self) -> None:
         self.inner.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Content that reports the bytes of each piece once it is taken. What `moved` raises ends it."""
+
+    content: Content
+    moved: Callable[[int], None]
+
+    @property
+    def length(self) -> int:
+        return self.content.length
+
+    def pieces(self) -> Iterator[memoryview]:
+        for piece in self.content.pieces():
+            yield piece
+            self.moved(piece.nbytes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tenuto.model.records import Receipt
 from tenuto.store.contract import Content, Entry, Listing, Reader, Stat
-from tenuto.store.wrappers.delegating import DelegatingStore
+from tenuto.store.wrappers.delegating import Counted, DelegatingStore
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ class WatchedStore(DelegatingStore):
         self.moved_s = time.monotonic()
 
     def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
-        receipt = self.inner.put_if_absent(name, _WatchedContent(self, content), token=token)
+        receipt = self.inner.put_if_absent(name, Counted(content, lambda _: self.moves()), token=token)
         self.moves()
         return receipt
 
@@ -54,18 +54,3 @@ class WatchedStore(DelegatingStore):
     def delete(self, names: Sequence[str] | Iterable[str]) -> None:
         self.inner.delete(names)
         self.moves()
-
-
-@dataclass(frozen=True)
-class _WatchedContent:
-    store: WatchedStore
-    content: Content
-
-    @property
-    def length(self) -> int:
-        return self.content.length
-
-    def pieces(self) -> Iterator[memoryview]:
-        for piece in self.content.pieces():
-            yield piece
-            self.store.moves()
