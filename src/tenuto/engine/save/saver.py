@@ -459,6 +459,7 @@ class Saver:
         if self.memory is not None:
             self.memory.ended(job.plan)
         self._pool.give_back(job.plan)
+        job.encoded = None  # which has the job in turn: a cycle would keep the image mapped until it is collected
         if self._health is not None:
             self._health.ended(job.save.save_id)
         with self._lock:
