@@ -196,9 +196,10 @@ def test_killed_anywhere_it_loses_nothing_and_latest_stays_what_it_was(
     restored(where, STEPS + 1)
 
 
-def test_what_a_killed_one_leaves_is_copied_after_the_command_that_the_error_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_killed_one_leaves_is_copied_after_the_command_that_the_error_names(tmp_path: Path, ranks: int) -> None:
     where, elsewhere = tmp_path / "ckpts", tmp_path / "elsewhere"
-    train(where)
+    train(where, ranks=ranks)
     repo = Repo.open(open_store(where))
 
     def die() -> None:
@@ -252,9 +253,12 @@ def test_one_whose_put_arrived_and_failed_keeps_what_it_rests_on(
     restored(where)
 
 
-def test_what_comes_back_otherwise_is_never_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_comes_back_otherwise_is_never_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
     where = tmp_path / "ckpts"
-    train(where, 3)
+    train(where, 3, ranks=ranks)
     before = tenuto.Repository(where).checkpoints()
     read = repack._Row.read_into
 
@@ -349,6 +353,27 @@ def test_damage_of_one_rank_is_named_before_anything_is_visible(tmp_path: Path) 
         tenuto.Repository(where).repack()
     assert tenuto.Repository(where).checkpoints() == before
     assert freed(where) and not list(where.rglob("*.pack")), "nothing of it stays"
+
+
+def test_what_a_disk_has_changed_of_what_was_written_is_named_before_anything_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "ckpts"
+    train(where, 3, ranks=2)
+    before, put = tenuto.Repository(where).checkpoints(), LocalStore.put_if_absent
+
+    def changing(self: Any, name: str, content: Any, **named: Any) -> Any:
+        receipt = put(self, name, content, **named)
+        if name.endswith("a0002/step-00000003/rank-00001.pack"):
+            data = bytearray((where / name).read_bytes())
+            data[-1000] ^= 4
+            (where / name).write_bytes(data)
+        return receipt
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", changing)
+    with pytest.raises(CorruptionError, match=r"a0002/step-00000003/rank-00001\.pack"):
+        tenuto.Repository(where).repack()
+    assert tenuto.Repository(where).checkpoints() == before
 
 
 def test_a_store_that_is_full_at_the_second_rank_leaves_the_run_as_it_was(
