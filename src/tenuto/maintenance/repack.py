@@ -1,9 +1,9 @@
 """Repack: a run's checkpoints in another encoding: raw while they are hot, small when they are cold.
 
 A committed object is never rewritten, so each gets a new identity: the same steps in a new attempt of the run, with the
-same content digest, metrics and tags. What is written is read back, decoded and compared before any of it is visible;
-the newest becomes visible first, so `latest` means the same step at any moment; then the originals go into the trash,
-and with them whatever data files were mostly dead.
+same content digest, metrics and tags, of as many ranks. What is written is read back, decoded and compared before any
+of it is visible; the newest becomes visible first, so `latest` means the same step at any moment; then the originals go
+into the trash, and with them whatever data files were mostly dead.
 """
 
 from __future__ import annotations
@@ -337,9 +337,10 @@ class _Writer:
         """
         repo, done = self._repo, 0
         for rank in range(len(original.indexes)):
-            index, sealed = repo.index(original, rank), repo.table(manifest, rank).sealed
-            by_bytes = index.sealed != sealed
-            if not by_bytes and manifest.content != original.content:
+            index, made = repo.index(original, rank), repo.index(manifest, rank)
+            by_bytes = index.sealed != made.sealed
+            alike = (list(made.specs), made.private) == (list(index.specs), index.private)
+            if not alike or (not by_bytes and manifest.content != original.content):
                 raise _differs(repo, original.id)
             new, old = (LazyReader(repo, one.id, repo.table(one, rank)) for one in (manifest, original))
             try:

@@ -37,7 +37,8 @@ def repack(
     many. The originals go into the trash, from where `tenuto gc`
     frees them after 24 h, or at once with --now. Until then the run takes the space of both.
 
-    Refused while a process trains the run, and where a pin or a hold names one of the checkpoints. Cut off, it leaves the run as it was, or with all of both.
+    Refused while a process trains the run, and where a pin or a hold names one of the checkpoints. Cut off, it leaves
+    the run as it was, or with all of both.
     """
     from tenuto.cli.console.options import run_of
     from tenuto.cli.console.reporting import WarningReporter
