@@ -61,6 +61,9 @@ class NullTraining:
 
     def end_epoch(self, *, ending: bool) -> None: ...
 
+    def epoch_was_one_step(self) -> None:
+        """Does nothing."""
+
     def leave_batches(self) -> None: ...
 
     def leave_loop(self) -> None: ...
