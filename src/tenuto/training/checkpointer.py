@@ -61,8 +61,7 @@ class NullTraining:
 
     def end_epoch(self, *, ending: bool) -> None: ...
 
-    def epoch_was_one_step(self) -> None:
-        """Does nothing."""
+    def epoch_was_one_step(self) -> None: ...
 
     def leave_batches(self) -> None: ...
 
