@@ -210,7 +210,7 @@ class Directories:
                     raise StoreError(
                         f"{missing[-1]} cannot be made: {above or '/'} is there, and no directory that takes one",
                         subject=path,
-                        hint=f"is it a symbolic link to what is not mounted, or no place for files? ls -ld {above or '/'}",
+                        hint=f"is it no place for files, or not mounted? {typed('ls', '-ld', above or '/')}",
                     ) from error
                 missing.append(above)
             except OSError as error:
