@@ -96,7 +96,7 @@ def test_a_file_where_a_directory_belongs(store):
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc here")
 def test_where_nothing_can_be_made_is_refused_at_once():
     """/proc says of a new directory that there is none above it; so do mounts on demand that are not answered."""
-    with pytest.raises(StoreError, match=r"/proc/tenuto cannot be made.*\n  hint: is it a symbolic link"):
+    with pytest.raises(StoreError, match=r"/proc/tenuto cannot be made.*\n  hint: is it no place for files"):
         LocalStore("/proc/tenuto/ckpts").put_if_absent("x", Bytes(b"1"), token="t0")
 
 
