@@ -94,7 +94,7 @@ def environment(work: Work) -> dict[str, str]:
 
 
 def last_of(log: Path) -> str:
-    return log.read_text(errors="replace")[-3000:]
+    return log.read_text(errors="replace")[-12000:]
 
 
 def every_mutant(work: Work) -> list[str]:
