@@ -77,7 +77,7 @@ def place(tmp_path: Path, name: str = "other") -> Path:
     return found
 
 
-@pytest.mark.parametrize("kind", ["full", "hung"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("hung", marks=pytest.mark.long)])
 def test_what_the_store_does_not_take_at_a_signal_is_resumed_bit_for_bit(
     tmp_path: Path, environment: dict[str, str], kind: str
 ) -> None:
@@ -230,7 +230,9 @@ def test_an_error_makes_the_newest_sealed_state_durable(tmp_path: Path, environm
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
-@pytest.mark.parametrize("kind", ["full", "hung", "gone"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("full", marks=pytest.mark.long), "hung", pytest.param("gone", marks=pytest.mark.long)]
+)
 def test_a_supervisor_that_gives_up_puts_it_there_and_its_next_start_takes_it_over(
     tmp_path: Path, environment: dict[str, str], kind: str
 ) -> None:
@@ -343,7 +345,7 @@ def ranks_ran(directory: Path, environment: dict[str, str], **more: str) -> list
     return [(process.returncode, out, err) for process, (out, err) in zip(processes, said, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["full", "hung"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("hung", marks=pytest.mark.long)])
 def test_ranks_that_share_a_place_save_there_together(tmp_path: Path, environment: dict[str, str], kind: str) -> None:
     first = ranks_ran(tmp_path, environment, KIND=kind, STEPS="1000000")
     assert [status for status, _, _ in first] == [143, 143], first
