@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tenuto import every, keep
 from tenuto.cli import main
 from tenuto.crashpoints import armed
 from tenuto.engine.save import encoder, held_commit
+from tenuto.engine.staging import arena, pool
 from tenuto.errors import CorruptionError, RemovalRefused, RunInUse, SaveFailed, StoreFull
 from tenuto.maintenance import repack
 from tenuto.maintenance.checkpoint_copy import execute as execute_copies
@@ -414,6 +416,28 @@ def test_without_memory_for_another_state_it_makes_no_differences(
     monkeypatch.undo()
     tenuto.Repository(where).repack()
     assert manifests(where)[3].environment["encoding"]["delta_bytes"] >= 4 * LEAF
+
+
+@pytest.mark.parametrize("encoding", ["small", "dedupe", "plain"])
+def test_it_holds_the_image_of_one_rank_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: Any
+) -> None:
+    where, acquire, beside = tmp_path / "ckpts", pool.acquire, list[int]()
+    train(where, 2, ranks=3)
+    gc.collect()
+    before = len(arena._mappings)
+
+    def noting(nbytes: int, **named: Any) -> Any:
+        beside.append(len(arena._mappings) - before)
+        return acquire(nbytes, **named)
+
+    monkeypatch.setattr(pool, "acquire", noting)
+    gc.disable()
+    try:
+        tenuto.Repository(where).repack(encoding=encoding)
+    finally:
+        gc.enable()
+    assert beside == [0] * 6, "two checkpoints of three ranks"
 
 
 KILLED = """
