@@ -28,6 +28,8 @@ from tenuto.maintenance.usage import usage_of
 from tenuto.maintenance.verify import assert_whole
 from tenuto.model.records import Manifest
 from tenuto.policy.encoding import PRESETS
+from tenuto.repo.format.object_names import begin_name
+from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.repository import Repo
 from tenuto.store.local.store import LocalStore
 from tenuto.store.registry import open_store
@@ -295,6 +297,10 @@ def test_a_run_of_several_ranks_stays_one_of_as_many_and_the_same(tmp_path: Path
             *(old.content, old.metrics, old.created, old.progress),
         )
         assert (len(one.indexes), one.certificate, one.tree) == (2, old.certificate, old.tree)
+        begin = decode_begin((where / begin_name(one.id)).read_bytes(), one.id, Repo.open(open_store(where)).id)
+        assert set(begin.bases) >= set(one.bases), "who frees data files asks it who rests on them"
+        put = {path.name for path in (where / one.id.directory).iterdir() if path.is_file()}
+        assert put <= {*begin.names, "begin.json", "manifest.json"}, "what a crash leaves is freed by its names"
     assert done.stored == sum(one.stored_bytes for one in after.values())
     now = freed(where)
     assert now < stored / 3 if encoding == "small" else bool(list(where.rglob("*.safetensors"))) == (saved == "small")
