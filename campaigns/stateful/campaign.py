@@ -239,7 +239,8 @@ def main(arguments: list[str] | None = None) -> int:
             run_directed()
         histories(chosen.examples, chosen.seed, product=product)
     except Exception as error:  # noqa: BLE001 - told below, and by the exit status
-        contradictions.append(f"{type(error).__name__}: {error}")
+        history = "\n".join(getattr(error, "__notes__", ()))  # the steps, as Hypothesis tells them
+        contradictions.append(f"{type(error).__name__}: {error}\n{history}".rstrip())
     counts = dict(counted)
     seeded = [bug for bug in BUGS if bug.ranks or not chosen.ranks]
     bugs = {} if chosen.no_bugs else {bug.name: caught(bug, 200, chosen.seed, product) for bug in seeded}
