@@ -4,9 +4,10 @@ and a manifest, indexes and data files that are that place's."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Final
 
-from tenuto.errors import CorruptionError, ObjectNotFound, StoreError, UsageError
+from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Manifest
 from tenuto.policy.encoding import Encoding
@@ -53,6 +54,25 @@ def stand_ins(repo: Repo, id: CheckpointId) -> Iterator[Repo]:
         except StoreError:
             continue
         if found:
-            there = Repo(place, repo.id, repo.chunk_bytes)
-            there.keys = repo.keys
-            yield there
+            yield _as_in(repo, place)
+
+
+def stand_in(repo: Repo, url: str) -> Repo | None:
+    """Returns the repository as the tier with this URL has it; None where it is not known here."""
+    return next((_as_in(repo, place) for place in followers_of(repo.store) if place.url == url), None)
+
+
+def source_of(repo: Repo, manifest: Manifest) -> Repo:
+    """Returns the repository as the place has it that this manifest was read from."""
+    if encoding_of_place(manifest) is not None:
+        for there in stand_ins(repo, manifest.id):
+            with suppress(CheckpointNotFound, CorruptionError, StoreError):
+                if there.manifest(manifest.id) == manifest:
+                    return there
+    return repo
+
+
+def _as_in(repo: Repo, place: Store) -> Repo:
+    there = Repo(place, repo.id, repo.chunk_bytes)
+    there.keys = repo.keys
+    return there
