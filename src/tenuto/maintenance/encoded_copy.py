@@ -26,6 +26,7 @@ from tenuto.maintenance.place_copy import PlaceCopy, removed
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import lacking, manifest_of, out_of_trash, packs_of
 from tenuto.maintenance.sign import SIGNED
+from tenuto.maintenance.tables_again import SAVED
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Json, Manifest
 from tenuto.policy.encoding import Encoding
@@ -249,7 +250,8 @@ class EncodedCopy(PlaceCopy):
     def _manifest(
         self, manifest: Manifest, made: Sequence[tuple[Index, Json]], tables: Sequence[IndexEntry]
     ) -> Manifest:
-        about = {**manifest.environment, "encoding": self._transcoder.about(made)}
+        saved = {SAVED: manifest.environment["encoding"]} if "encoding" in manifest.environment else {}
+        about = {**manifest.environment, "encoding": {**self._transcoder.about(made), **saved}}
         stored = stored_in(*(index for index, _ in made))
         new = replace(manifest, indexes=tuple(tables), environment=about, **stored)
         return signed(self.repo, new) if manifest.code else new

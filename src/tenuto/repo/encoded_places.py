@@ -14,7 +14,7 @@ from tenuto.policy.encoding import Encoding
 from tenuto.repo.format.manifest import MAX_MANIFEST, decode_manifest
 from tenuto.repo.replicated.places import followers_of, home_of
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Store
+from tenuto.store.contract import Store, is_unreadable
 
 _FIELDS: Final = ("codec", "dedupe", "delta", "level")
 
@@ -41,9 +41,16 @@ def is_encoded_in(repo: Repo, place: Store, id: CheckpointId) -> bool:
         found = decode_manifest(theirs, id, repo.id)
         if not isinstance(found, Manifest) or encoding_of_place(found) is None:
             return False
-        return home_of(repo.store).get(id.manifest, limit=MAX_MANIFEST) != theirs
     except (ObjectNotFound, CorruptionError):
         return False
+    try:
+        return home_of(repo.store).get(id.manifest, limit=MAX_MANIFEST) != theirs
+    except ObjectNotFound:
+        return False
+    except (CorruptionError, StoreError) as error:
+        if isinstance(error, StoreError) and not is_unreadable(error):
+            raise
+        return True  # nobody knows what it was
 
 
 def stand_ins(repo: Repo, id: CheckpointId) -> Iterator[Repo]:

@@ -77,7 +77,7 @@ class Transcoder:
             self._chosen[key] = names, self.checkpoints
         return names
 
-    def about(self, made: Sequence[tuple[Index, Json]]) -> Json:
+    def about(self, made: Sequence[tuple[Index, Json]]) -> dict[str, Json]:
         """Returns what a person may want to know of a checkpoint's encoding, for its manifest, and how the place is to
         be filled by who is not told. `made`: its indexes with what became of each."""
         encoding = self.encoding
