@@ -175,6 +175,7 @@ class Resumed(Event):
     age_s: for a state in memory, the seconds since it was sealed.
     base: the newest durable checkpoint of the same line of training.
     verdict: whether the resume is exact, in words; empty where the checkpoint does not say.
+    run: what is trained from here on, which may begin with a checkpoint of another run.
     """
 
     id: CheckpointId
@@ -184,6 +185,7 @@ class Resumed(Event):
     age_s: float | None = None
     base: CheckpointId | None = None
     verdict: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)

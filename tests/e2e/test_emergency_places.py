@@ -27,7 +27,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **variables(tmp_path)}
 
 
-@pytest.mark.parametrize("kind", ["full", "hung"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("hung", marks=pytest.mark.long)])
 def test_what_the_store_does_not_take_at_a_signal_is_resumed_bit_for_bit(
     tmp_path: Path, environment: dict[str, str], kind: str
 ) -> None:
@@ -167,7 +167,9 @@ def test_an_error_makes_the_newest_sealed_state_durable(tmp_path: Path, environm
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
-@pytest.mark.parametrize("kind", ["full", "hung", "gone"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("full", marks=pytest.mark.long), "hung", pytest.param("gone", marks=pytest.mark.long)]
+)
 def test_a_supervisor_that_gives_up_puts_it_there_and_its_next_start_takes_it_over(
     tmp_path: Path, environment: dict[str, str], kind: str
 ) -> None:
@@ -247,7 +249,7 @@ def test_the_signal_of_a_process_whose_store_works_needs_no_emergency_place(
     assert not list(place(tmp_path).rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("kind", ["full", "hung"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("hung", marks=pytest.mark.long)])
 def test_ranks_that_share_a_place_save_there_together(tmp_path: Path, environment: dict[str, str], kind: str) -> None:
     first = ranks_ran(tmp_path, environment, KIND=kind, STEPS="1000000")
     assert [status for status, _, _ in first] == [143, 143], first

@@ -66,7 +66,7 @@ def opened(where: Path, key: Path) -> Repo:
     return repo
 
 
-@pytest.mark.parametrize("kind", ["full", "hung"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("hung", marks=pytest.mark.long)])
 def test_what_lies_there_is_sealed_and_is_resumed_bit_for_bit(
     tmp_path: Path, environment: dict[str, str], kind: str
 ) -> None:
@@ -252,7 +252,7 @@ def test_a_kill_in_the_middle_of_taking_over_loses_nothing(tmp_path: Path, envir
     assert not list(place(tmp_path).rglob("*.pack"))
 
 
-@pytest.mark.parametrize("kind", ["full", "hung"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("hung", marks=pytest.mark.long)])
 def test_ranks_that_share_a_place_save_there_together(tmp_path: Path, environment: dict[str, str], kind: str) -> None:
     first = ranks_ran(tmp_path, environment, KIND=kind, STEPS="1000000")
     saved = re.search(r"step (\d+) of run main is saved in the emergency location", first[0][2])
@@ -277,7 +277,7 @@ KILLED = TRAIN + KEPT_IN_MEMORY.replace('raise ValueError("bad data")', "os.kill
 
 
 @linux
-@pytest.mark.parametrize("kind", ["full", "hung"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("hung", marks=pytest.mark.long)])
 def test_a_supervisor_that_gives_up_seals_what_it_puts_there(
     tmp_path: Path, environment: dict[str, str], kind: str
 ) -> None:

@@ -63,12 +63,16 @@ def open_store(where: Where) -> Store:
 
 
 def _opened(where: str | os.PathLike[str]) -> Store:
-    text = os.fspath(where)
+    text = os.fspath(where) if isinstance(where, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
+        what = (
+            repr(where) if isinstance(where, str | bytes | os.PathLike) else f"an object of type {type(where).__name__}"
+        )
+        state_first = "; the state comes first, then the location" if isinstance(where, Mapping) else ""
         raise UsageError(
-            f"{where!r} is not a location for checkpoints: give a directory or a URL",
-            subject=repr(where),
-            hint="write /the/path, file:///the/path or memory://NAME",
+            f"{what} is not a location for checkpoints: give a directory or a URL",
+            subject=what,
+            hint=f"write /the/path, file:///the/path or memory://NAME{state_first}",
         )
     found = _SCHEME.match(text)
     if found is None:

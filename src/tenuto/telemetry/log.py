@@ -121,6 +121,8 @@ def _step(id: CheckpointId) -> str:
 
 def _resumed(event: events.Resumed) -> str:
     what = f"resumed run {event.id.run} at step {event.id.step}"
+    if event.run not in ("", event.id.run):
+        what = f"run {event.run} begins with {_step(event.id)},"
     verdict = f"; {event.verdict}" if event.verdict else ""
     cost = f"{size(event.bytes)} in {seconds(event.seconds)}, verified{verdict}"
     if event.age_s is None:

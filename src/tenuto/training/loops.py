@@ -20,6 +20,8 @@ class LoopOwner(Protocol):
 
     def end_epoch(self, *, ending: bool) -> None: ...
 
+    def epoch_was_one_step(self) -> None: ...
+
     def leave_batches(self) -> None: ...
 
     def leave_loop(self) -> None: ...
@@ -122,6 +124,7 @@ class Epochs(Iterator[int]):
         if self._no_batch_taken:
             self._training.open_step()  # its batches came from elsewhere, though there are some here
             self.group = 1
+            self._training.epoch_was_one_step()
         self._training.end_epoch(ending=ending)
         self.group = 0
 

@@ -437,7 +437,8 @@ class RunClaim:
             read = [f"the memory of ranks{some}", *(read or [self._repo.url])]
         where, age_s = " and ".join(read) or self._repo.url, None if image is None else image.footer.age_s
         base = None if image is None else image.verdict.base
-        return Resumed(result.id, where, result.bytes, result.seconds, age_s, base, self._verdict())
+        verdict, run = self._verdict(), run_key(self._run)
+        return Resumed(result.id, where, result.bytes, result.seconds, age_s, base, verdict, run)
 
     def _verdict(self) -> str:
         """Returns whether the resume is exact, and a reason if it is not: but for those that have been reported."""

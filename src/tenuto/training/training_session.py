@@ -78,6 +78,7 @@ class TrainingSession:
         self._foreign_loop = False
         """Whether a loop of the user's own calls `step_done`."""
         self._warned_of_uncounted = False
+        self._warned_of_unused = False
         self._stale_counts = StaleCounts(snapshots.state)
         self._requests = PendingRequests(self, saving, snapshots)
         self._late_metrics = LateMetricTrigger(self, saving, snapshots)
@@ -296,6 +297,15 @@ class TrainingSession:
         if self.position.uncounted and not self._warned_of_uncounted:
             self._warned_of_uncounted = True
             self.saving.warn(f"a resume is not exact: {UNCOUNTED}. {COUNTED_FORMS}")
+
+    def epoch_was_one_step(self) -> None:
+        """Warns, once, of an epoch whose batches were not taken from the data that is given: none of them is a step."""
+        if not self._warned_of_unused:
+            self._warned_of_unused = True
+            self.saving.warn(
+                "the epoch took no batch from ckpt.batches and counts as one step: saves come at the end of an epoch, "
+                "and every(steps=) counts epochs. `for batch in ckpt.batches` counts each batch"
+            )
 
     # -- what the user asks for ----------------------------------------------------------------------------------------
 

@@ -43,6 +43,20 @@ run small: 1 checkpoint, 4.04 KiB
     )
 
 
+def test_ls_counts_what_it_has_read_and_says_that_there_are_older_ones(cli, place):
+    """What was not read may be removed: two of three here are."""
+    with tenuto.Checkpointer(place, {"w": np.zeros(3)}, run="many", save=every(steps=1), keep=keep.all()) as ckpt:
+        for _ in ckpt.steps(30):
+            pass
+    cli("keep", place, "--run", "many", "--latest", "10", "--yes")
+    page = cli("ls", place, "--run", "many")[1].splitlines()[0]
+    assert page.startswith("run many: 10 checkpoints, ") and "; 10 in the trash, " in page
+    assert page.endswith("; 10 older are not shown")
+    whole = cli("ls", place, "--run", "many", "--all")[1].splitlines()[0]
+    assert whole.startswith("run many: 10 checkpoints, ") and "; 20 in the trash, " in whole and "older" not in whole
+    assert cli("ls", place)[1].splitlines()[-1].endswith("; 10 older are not shown")
+
+
 def test_ls_in_a_wide_terminal_shows_all_columns(cli, made, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     _, out, _ = cli("ls", made, "--run", "GPT")

@@ -297,7 +297,7 @@ with armed({point!r}, lambda: os.kill(os.getpid(), signal.SIGKILL) if {after} el
 """
 
 
-@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     "point",
     [

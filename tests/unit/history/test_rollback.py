@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import numpy as np
@@ -288,3 +289,12 @@ def test_of_two_at_once_each_has_happened_or_says_that_it_has_not(tmp_path):
         assert set(done.values()) <= {0, 13} and 0 in done.values()
         assert done[repository.latest_step()] == 0
         assert len(repository.checkpoints()) == 4
+
+
+def test_a_training_of_a_fork_says_which_run_it_begins_with(where, repository, train, caplog):
+    caplog.set_level(logging.INFO, logger="tenuto")
+    train([1, 2])
+    repository.fork(2, "warm")
+    with tenuto.Checkpointer(where, {"x": np.zeros(3, np.float32), "lr": 0.0}, run="warm") as ckpt:
+        ckpt.restore()
+    assert "run warm begins with step 2 of run main, from " in caplog.text

@@ -36,9 +36,9 @@ def searched(costs: SaveCosts, mtbf_s: float, restart_s: float) -> float:
     return interval.waste(math.sqrt(low * high), costs, mtbf_s, restart_s)
 
 
-def test_the_optimum_wastes_within_a_hundredth_of_the_least_in_two_thousand_settings() -> None:
+def test_the_optimum_wastes_within_a_hundredth_of_the_least_in_five_hundred_settings() -> None:
     source = random.Random(5)
-    for _ in range(2000):
+    for _ in range(500):
         mtbf_s = 10 ** source.uniform(1.5, 6.5)
         stall_s = mtbf_s * 10 ** source.uniform(-8, 0.3)
         persist_s = mtbf_s * 10 ** source.uniform(-8, -0.5)

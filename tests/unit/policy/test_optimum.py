@@ -88,9 +88,9 @@ def test_the_budget_is_never_exceeded_after_the_first_save(
     assert machine.stalls
 
 
-def test_what_it_wastes_is_within_a_hundredth_of_the_optimum_in_a_thousand_settings() -> None:
+def test_what_it_wastes_is_within_a_hundredth_of_the_optimum_in_three_hundred_settings() -> None:
     source = random.Random(11)
-    for _ in range(1000):
+    for _ in range(300):
         mtbf_hours = 10 ** source.uniform(-0.5, 2.5)
         stall_s, restart_s = 10 ** source.uniform(-2, 1.5), 10 ** source.uniform(0, 2.5)
         best_s = optimum(stall_s, mtbf_hours * HOUR)

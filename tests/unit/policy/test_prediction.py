@@ -105,7 +105,7 @@ def test_alarms_are_heeded_as_second_by_second(
 
 def test_what_is_expected_is_what_is_simulated_within_a_point() -> None:
     source = random.Random(8)
-    for number in range(60):
+    for number in range(20):
         mtbf_s, persist_s = 10 ** source.uniform(3.5, 5.5), source.uniform(0, 20)
         costs = SaveCosts(source.uniform(0.1, 30), persist_s)
         predictor = Predictor(source.uniform(0.2, 1), source.uniform(0, 0.95), persist_s + source.uniform(35, 300))

@@ -93,6 +93,13 @@ def test_a_file_where_a_directory_belongs(store):
     assert store.get("runs/a/x", limit=1) == b"1"
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc here")
+def test_where_nothing_can_be_made_is_refused_at_once():
+    """/proc says of a new directory that there is none above it; so do mounts on demand that are not answered."""
+    with pytest.raises(StoreError, match=r"/proc/tenuto cannot be made.*\n  hint: is it no place for files"):
+        LocalStore("/proc/tenuto/ckpts").put_if_absent("x", Bytes(b"1"), token="t0")
+
+
 def test_names_that_no_object_can_have_are_not_listed(store):
     for name in (b"\xff\xfe", b"new\nline", b"\x1b[31m"):
         with open(os.path.join(os.fsencode(store.root), b"runs/a", name), "wb"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import tenuto
 from tenuto.errors import UsageError
 from tenuto.store import registry
 from tenuto.store.contract import Bytes, Store
@@ -91,3 +92,10 @@ def test_entry_points_serve_further_schemes(monkeypatch):
     store = open_store("mine://somewhere")
     assert isinstance(store, RetryingStore) and isinstance(store, Store)
     assert store.inner.name == "mine://somewhere"
+
+
+def test_a_state_in_the_place_of_the_location_is_named():
+    with pytest.raises(UsageError, match=r"an object of type dict is not a location.*\n.*the state comes first"):
+        tenuto.save("ckpts", {"w": 1})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="an object of type int is not a location"):
+        tenuto.load(7)  # type: ignore[arg-type]

@@ -35,7 +35,8 @@ EVENTS = [
     events.SavedToMemory(ID, 3 << 30, 0.12, 0.25),
     events.RestoredFromMemory(ID, 4.0, ID),
     events.SaveDelayed("gpt", 520, 0.25),
-    events.Resumed(ID, "ckpts", 3 << 30, 0.5, verdict="no known gap"),
+    events.Resumed(ID, "ckpts", 3 << 30, 0.5, verdict="no known gap", run="gpt"),
+    events.Resumed(ID, "ckpts", 3 << 30, 0.5, run="warm"),
     events.Resumed(ID, "ckpts", 3 << 30, 0.5, 4.0, CheckpointId("gpt", 6, 300)),
     events.PassedOver("ckpts", ((ID, "w is cut"), (ID, "gone")), CheckpointId("gpt", 6, 300)),
     events.WaitingForOwner("gpt", "process 5 of me on here", 5, "here", "it is leaving", 58.0),
@@ -85,6 +86,7 @@ def test_the_story_is_one_line_for_what_a_person_wants_to_know():
         "restored step 500 of run gpt from memory, sealed 4.00 s ago",
         "the save of step 520 of run gpt blocked training for 0.25 s, until the one before was written",
         "resumed run gpt at step 500 from ckpts (3.00 GiB in 0.50 s, verified; no known gap)",
+        "run warm begins with step 500 of run gpt, from ckpts (3.00 GiB in 0.50 s, verified)",
         "resumed run gpt at step 500 from memory, sealed 4.00 s ago (3.00 GiB in 0.50 s, verified); "
         "the newest checkpoint in ckpts is step 300",
         "step 500 of run gpt is damaged and was passed over, as were 1 more, for step 300 (w is cut); "
@@ -199,6 +201,7 @@ def test_log_levels(caplog):
         ("WARNING", "run"),
         ("INFO", "the"),
         ("INFO", "resumed"),
+        ("INFO", "run"),
         ("INFO", "resumed"),
         ("WARNING", "step"),
         ("WARNING", "waiting"),

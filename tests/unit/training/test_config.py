@@ -108,6 +108,11 @@ def test_no_file_and_no_location_is_an_error() -> None:
         tenuto.Checkpointer.from_config(state())
 
 
+def test_the_state_in_the_place_of_the_file_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"is a path, not a dict\n  hint: Checkpointer.from_config\(state, "):
+        tenuto.Checkpointer.from_config("tenuto.toml", state())  # type: ignore[arg-type]
+
+
 def test_every_key_has_what_code_would_say() -> None:
     text = """
     where = "ckpts"

@@ -38,14 +38,23 @@ def test_steps_that_take_their_batches_elsewhere_are_told_until_one_comes_from_t
 
 
 def test_an_epoch_whose_body_takes_its_batches_elsewhere_ends_where_the_next_begins(place: Path) -> None:
+    """Exactly, and it says that none of them is a step."""
     one = state()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(TenutoWarning, match="the epoch took no batch from ckpt.batches") as told:
         with tenuto.Checkpointer(place, one, data=BATCHES, save=every(epochs=1)) as ckpt:
             for _ in ckpt.epochs(2):
                 for batch in BATCHES:
                     train(one, batch)
+            assert ckpt.step == 2
+    assert len(told) == 1
     assert certificates(place) == [True, True]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with tenuto.Checkpointer(place, one, data=BATCHES, save=every(epochs=1)) as ckpt:
+            for _ in ckpt.epochs(4):
+                for batch in ckpt.batches:
+                    train(one, batch)
+            assert ckpt.step == 2 + 2 * len(BATCHES)
 
 
 def test_a_loop_of_ones_own_behind_one_of_ours_is_told(place: Path) -> None:

@@ -208,9 +208,14 @@ def _json(found: RunRows) -> dict[str, object]:
 
 
 def _total(runs: Sequence[RunRows]) -> str:
-    checkpoints, more = sum(found.checkpoints for found in runs), sum(found.more for found in runs)
-    taken = f"{size(sum(found.bytes for found in runs))}{' of those shown' if more else ''}"
-    return f"{count(len(runs), 'run')}, {count(checkpoints + more, _noun(runs[0]))}, {taken}"
+    checkpoints = count(sum(found.checkpoints for found in runs), _noun(runs[0]))
+    total = f"{count(len(runs), 'run')}, {checkpoints}, {size(sum(found.bytes for found in runs))}"
+    return total + _older(sum(found.more for found in runs))
+
+
+def _older(more: int) -> str:
+    """Returns how many older saves are not shown: they were not read, and may be removed or broken ones too."""
+    return f"; {more:,} older {'is' if more == 1 else 'are'} not shown" if more else ""
 
 
 def _noun(found: RunRows) -> str:
@@ -220,12 +225,11 @@ def _noun(found: RunRows) -> str:
 def _heading(found: RunRows) -> str:
     if not found.rows:
         return f"run {found.run}: no checkpoint yet"
-    checkpoints = count(found.checkpoints + found.more, _noun(found))
-    shown = f", the newest {len(found.rows):,} take {size(found.bytes)}" if found.more else f", {size(found.bytes)}"
     trash = f"{len(found.removed):,} in the trash, {size(sum(row.bytes or 0 for row in found.removed))}"
     if len(found.removed) == len(found.rows):
-        return f"run {found.run}: {trash}"
-    return f"run {found.run}: {checkpoints}{shown}{f'; {trash}' if found.removed else ''}"
+        return f"run {found.run}: {trash}{_older(found.more)}"
+    checkpoints = f"{count(found.checkpoints, _noun(found))}, {size(found.bytes)}"
+    return f"run {found.run}: {checkpoints}{f'; {trash}' if found.removed else ''}{_older(found.more)}"
 
 
 def _print(found: RunRows) -> None:

@@ -199,15 +199,19 @@ class Directories:
         made: set[str] = set()
         missing = [path]
         while missing:
+            above = missing[-1].rpartition("/")[0]
             try:
                 self.filesystem.mkdir(missing[-1])
                 made.add(missing.pop())
             except FileExistsError:
                 made.add(missing.pop())  # by another process, a moment ago
-            except FileNotFoundError:
-                above = missing[-1].rpartition("/")[0]
-                if not above:
-                    raise
+            except FileNotFoundError as error:
+                if not above or above in made:
+                    raise StoreError(
+                        f"{missing[-1]} cannot be made: {above or '/'} is there, and no directory that takes one",
+                        subject=path,
+                        hint=f"is it no place for files, or not mounted? {typed('ls', '-ld', above or '/')}",
+                    ) from error
                 missing.append(above)
             except OSError as error:
                 raise os_errors.meaning(error, "making", missing[-1], path) from error

@@ -274,6 +274,12 @@ def _toml(value: object) -> str:
 def find(path: str | os.PathLike[str] | None = None) -> Path | None:
     """Returns the settings file: `path`, or what TENUTO_CONFIG names, or the first one from the working directory
     upwards; None without any."""
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise UsageError(
+            f"the settings file is a path, not a {type(path).__name__}",
+            subject="from_config",
+            hint='Checkpointer.from_config(state, "tenuto.toml"): the state comes first',
+        )
     named_file = path or os.environ.get(VARIABLE)
     if named_file:
         return Path(named_file).expanduser().absolute()
