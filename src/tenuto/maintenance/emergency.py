@@ -239,15 +239,19 @@ def _held(there: Repo, run: str) -> list[_Held]:
                 sealed = bool(manifest.code) or there.keys is None
                 found.append(_Held(id, id == newest, claim, begin.save_id, manifest.content, sealed=sealed))
             except (CorruptionError, CheckpointNotFound, KeyMissing, ObjectNotFound) as error:
-                found.append(_Held(id, id == newest, damage=error.message))
+                found.append(_Held(id, id == newest, damage=_unreadable(error)))
     return found
+
+
+def _unreadable(error: TenutoError) -> str:
+    return f"it {'cannot be opened' if isinstance(error, KeyMissing) else 'is damaged'}: {error.message}"
 
 
 def _judged(repo: Repo, there: Repo, held: _Held) -> EmergencyCheckpoint:
     """Judges it by the run's own store, whose errors are raised."""
     id = held.id
     if held.damage:
-        return EmergencyCheckpoint(there, id, f"it is damaged: {held.damage}", damaged=True)
+        return EmergencyCheckpoint(there, id, held.damage, damaged=True)
     try:
         ours = repo.find_attempt(id.run, id.attempt)
     except CorruptionError as error:
@@ -357,7 +361,7 @@ def _taken_over(
         crashpoint("emergency checkpoint taken over, still in its place")
         return chosen, made
     except (CorruptionError, KeyMissing) as error:
-        _report_left(repo, replace(chosen, damaged=True), f"it is damaged: {error.message}", report)
+        _report_left(repo, replace(chosen, damaged=True), _unreadable(error), report)
         return None
     except StoreError as error:
         report(f"step {id.step} of run {id.run} stays in the emergency location {there.url}: {error.message}")
