@@ -292,28 +292,49 @@ def test_a_supervisor_that_gives_up_seals_what_it_puts_there(
     assert "took over step 7" in second.stderr and second.stdout == untouched(tmp_path, environment), second.stderr
 
 
-@linux
-def test_a_supervisor_writes_nothing_there_that_it_cannot_seal(tmp_path: Path, environment: dict[str, str]) -> None:
-    """Whoever can write to the place takes the key ring away, or the supervisor has no key. The state stays in
-    memory."""
-    words, (key,) = ["--restarts", "0", "--emergency", str(tmp_path / "other")], [tmp_path / "key"]
-    keyless = {**environment}
-    del keyless["TENUTO_KEY_FILE"]
+ANOTHER_RING = """
+def at_the_place():
+    import json
+    from tenuto.repo.format import key_records, objects
+    from tenuto.repo.keys import secret_from
+    from tenuto.seal.keys import first_ring, new_slot
+    (file,) = pathlib.Path("other").glob("*/keys/*")
+    id = json.loads(file.read_bytes())["repository"]
+    ring = first_ring(id, new_slot(id, secret_from("key"), "now"))
+    body = {**key_records.ring_body(ring, "now"), "id": "0" * 32}
+    file.write_bytes(objects.encode("keys", f"keys/{file.name}", body, id))
+"""
+NO_RING = """
+def at_the_place():
+    import shutil
+    shutil.rmtree(*pathlib.Path("other").glob("*/keys"))
+"""
 
-    for number, (script, said) in enumerate(
-        [
-            (KILLED.replace("save=more", f"key={str(key)!r}, save=more"), "no key was given that fits its slots"),
-            (
-                KILLED.replace("save=more", f"key={str(key)!r}, save=more").replace(
-                    "os.kill(", "import shutil; shutil.rmtree(*pathlib.Path('other').glob('*/keys')); os.kill("
-                ),
-                "it would lie there unsealed",
-            ),
-        ]
-    ):
-        first = finished(tmp_path, script, *words, variables={**keyless, "KIND": "hung"})
-        assert said in first.stderr and "saved from memory" not in first.stderr, (number, first.stderr)
-        assert not list((tmp_path / "other").rglob("rank-*"))
-        answers(tmp_path)
-        command(tmp_path, environment, "memory", "clear", "ckpts", "--yes")
-        shutil.rmtree(tmp_path / "other")
+
+@linux
+@pytest.mark.parametrize(
+    ("at_the_place", "opens", "said"),
+    [
+        ("at_the_place = int", False, "no key was given that fits its slots"),
+        (NO_RING, True, "it would lie there unsealed"),
+        (ANOTHER_RING, True, "the key ring in .* is not what a holder of the repository's key has put there"),
+    ],
+    ids=["no key", "no ring", "another ring"],
+)
+def test_a_supervisor_writes_nothing_there_that_it_cannot_seal(
+    tmp_path: Path, environment: dict[str, str], at_the_place: str, opens: bool, said: str
+) -> None:
+    """The supervisor has no key; or somebody who can write to the place takes the key ring away, or puts one there of
+    his own which the supervisor's key opens, as that of a service that it asks may. The state stays in memory."""
+    key = environment.pop("TENUTO_KEY_FILE")
+    script = KILLED.replace("save=more", f"key={key!r}, save=more").replace("os.kill(", "at_the_place(); os.kill(")
+    script = script.replace("with tenuto", f"{at_the_place}\nwith tenuto")
+    words = ["--restarts", "0", "--emergency", str(tmp_path / "other")]
+    given = {"TENUTO_KEY_FILE": key} if opens else {}
+    first = finished(tmp_path, script, *words, variables={**environment, **given, "KIND": "hung"})
+    assert re.search(said, first.stderr) and "saved from memory" not in first.stderr, first.stderr
+    assert not list((tmp_path / "other").rglob("rank-*"))
+    answers(tmp_path)
+    found = command(tmp_path, {**environment, **given}, "ls", "--memory")
+    assert re.search(rf"a0001 +7 .*a restart resumes from it +{tmp_path}/ckpts", found), found
+    command(tmp_path, environment, "memory", "clear", "ckpts", "--yes")

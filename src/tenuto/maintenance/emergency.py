@@ -420,6 +420,9 @@ def _flushed(there: Repo, run: str, found: Sequence[Any], report: Report) -> Che
         # What its own processes have begun there: they are dead, as the locks of their slots say.
         free_in(there.store, id)
         try:
+            if footer.keyed and there.keys is not None:
+                # Whoever can write there may have put another ring: of a service that this process asks too.
+                there.keys.check_object(footer.save_id.encode(), footer.keyed, f"the key ring in {there.url}")
             with ExitStack() as stack:
                 opened, _ = stack.enter_context(opened_state(there, state))
                 for image in opened:
