@@ -17,6 +17,7 @@ from tenuto import Tier, Tiers, every, keep, on
 from tenuto.cli import main
 from tenuto.engine.group import group_restore
 from tenuto.errors import CorruptionError, NothingRestorable, StoreUnavailable
+from tenuto.events import CandidateSkipped
 from tenuto.model import canonical_json
 from tenuto.repo.encoded_places import stand_in
 from tenuto.repo.repository import Repo
@@ -80,6 +81,28 @@ def test_ranks_load_what_is_damaged_from_the_tier(tmp_path: Path, step: int | st
     flip(newest(tmp_path / "fast", "rank-00001.safetensors"))
     with said("/2 is damaged in .*fast: restored from .*slow"):
         assert together(2, lambda ranks: load(tmp_path, ranks, step)) == [2, 2]
+
+
+class Told(list[int]):
+    """The steps that a rank was told are passed over."""
+
+    def emit(self, event: object) -> None:
+        if isinstance(event, CandidateSkipped):
+            self.append(event.id.step)
+
+
+def test_what_is_passed_over_is_told_on_each_rank_once_and_what_a_tier_gives_is_not(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    flip(newest(tmp_path / "fast", "rank-00001.safetensors"))
+    for gone, loaded, passed in (("", [2, 2], []), ("slow 2", [1, 1], [2]), ("slow 1, fast 1", None, [2, 1])):
+        for where, step in (one.split() for one in gone.split(", ") if one):
+            for file in (tmp_path / where).glob(f"runs/main/*/step-0000000{step}/rank-00001*.*"):
+                if file.suffix in (".pack", ".safetensors"):
+                    flip(file)
+        told = [Told(), Told()]
+        found = together(2, lambda ranks, told=told: load(tmp_path, ranks, sinks=[told[ranks.rank]]))
+        assert loaded is None or found == loaded, found
+        assert told == [passed, passed]
 
 
 def test_another_number_of_ranks_loads_it_too(tmp_path: Path) -> None:
@@ -153,7 +176,7 @@ def test_a_tier_that_one_rank_cannot_read_is_none(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_peeked_at_is_what_is_restored(tmp_path: Path, ranks: int) -> None:
+def test_what_is_peeked_at_is_what_is_restored(tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
     def work(own: Any, steps: int, *, peek: bool) -> list[int]:
         state, seen = part(own.rank, 0), list[int]()
         if ranks == 1:
@@ -179,3 +202,4 @@ def test_what_is_peeked_at_is_what_is_restored(tmp_path: Path, ranks: int) -> No
     for pack in (tmp_path / "fast").glob("runs/main/a0001/step-00000002/*.safetensors"):
         flip(pack)
     assert run(3, peek=True) == [[2, 2, 2]] * ranks
+    assert "written again" not in caplog.text, "the primary's tables are not damaged"
