@@ -44,7 +44,7 @@ from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_begin
 from tenuto.repo.notes import ignore, notes
 from tenuto.repo.refs import numbers
-from tenuto.repo.replicated.places import all_places, copies_of, describe_missing_pack, unreachable
+from tenuto.repo.replicated.places import all_places, copies_of, describe_missing_pack, followers_of, unreachable
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coverage import check_coverage
 from tenuto.state.tree import leaf_paths
@@ -221,7 +221,7 @@ class PackCopy:
 @dataclass(slots=True)
 class Inspection:
     """The result of inspecting one checkpoint. `mirrors`: the places that must have each of its packs, if there are
-    several."""
+    several: mirrors, and the tiers that have it."""
 
     id: CheckpointId
     mirrors: Sequence[Store] = ()
@@ -249,7 +249,9 @@ class Inspection:
 def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> Inspection:
     """Reads everything of a checkpoint except what is behind its packs' headers. `manifest`: replaces the one that is
     not in its place."""
-    mirrors = [place for place in targets(repo) if not is_whole_in(repo, place, id)]
+    # A tier gets and keeps what its settings say: neither what it passed over nor what is removed is lacking there.
+    passing = [place for place in followers_of(repo.store) if manifest is not None or not _has_begun(place, id)]
+    mirrors = [place for place in targets(repo) if place not in passing and not is_whole_in(repo, place, id)]
     found = Inspection(id, mirrors if len(mirrors) > 1 else ())
     try:
         found.manifest = repo.manifest(id) if manifest is None else manifest
@@ -271,6 +273,17 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
     _read_small(repo, found, name, lambda data: decode_attempt(data, id.run, id.attempt, repo.id))
     _check_notes(repo, found)
     return found
+
+
+def _has_begun(tier: Store, id: CheckpointId) -> bool:
+    """Returns whether a tier has the checkpoint, with all that belongs to it or without."""
+    try:
+        tier.stat(id.manifest)
+    except ObjectNotFound:
+        return False
+    except UNREADABLE:
+        return True  # whoever reads it finds out what is wrong
+    return True
 
 
 def _check_copies(repo: Repo, found: Inspection, manifest: Manifest) -> None:

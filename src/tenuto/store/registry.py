@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import unquote, urlsplit
 
 from tenuto.errors import MissingExtra, NotARepository, UsageError, install, typed
@@ -53,8 +53,8 @@ def open_store(where: Where) -> Store:
     and by fsspec. All are wrapped to retry transient faults. A Store is returned unchanged: its maker chooses the
     wrappers. Raises NotARepository for a file, UsageError for anything else.
     """
-    if isinstance(where, Store):
-        return where
+    if isinstance(where, Store) or hasattr(where, "put_if_absent"):
+        return cast(Store, where)  # from Python 3.12 on a wrapper whose __getattr__ passes all on is no instance
     if os.environ.get(CHAOS):
         from tenuto.store.wrappers.struck import StruckStore
 

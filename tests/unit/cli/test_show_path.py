@@ -52,6 +52,9 @@ def test_nothing_there(cli, made):
     assert (status, out) == (11, "") and "has nothing at 'nope'" in err
     assert err.endswith("\nhint: tenuto show /ckpts --run gpt --step a0002/7 lists what there is\n")
     assert cli("show", made, "--run", "gpt", "--step", "a0002/7")[0] == 0
+    for step in ("9", "a0002/9"):  # as other commands take a checkpoint
+        err = cli("show", made, step, "--run", "gpt")[2]
+        assert err.endswith(f"\nhint: tenuto show /ckpts --run gpt --step {step} for a checkpoint\n")
 
 
 def test_a_damaged_leaf_is_never_shown(cli, place):

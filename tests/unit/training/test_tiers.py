@@ -139,6 +139,20 @@ with armed({point!r}, lambda: os.kill(os.getpid(), signal.SIGKILL)):
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
+def test_verify_misses_nothing_in_a_tier_that_keeps_less_and_tells_what_of_a_checkpoint_is_gone_there(
+    fast: Path, slow: Path
+) -> None:
+    tiers = Tiers(Tier(fast, keep=keep.all()), Tier(slow, keep=keep.latest(1)))
+    train(tiers, 4)
+    assert (steps_in(fast), steps_in(slow)) == ([1, 2, 3, 4], [4])
+    repository = tenuto.Repository(fast)
+    assert not repository.verify().findings
+    (data,) = slow.rglob("*.safetensors")
+    data.unlink()
+    (found,) = repository.verify().findings
+    assert found.id == CheckpointId("main", 1, 4) and f"{slow} lacks 1 object" in found.message
+
+
 def test_a_tier_has_what_is_due_once_training_is_closed_and_is_a_whole_repository(fast: Path, slow: Path) -> None:
     tiers = Tiers(Tier(fast), Tier(slow))
     with training(tiers, 5) as ckpt:

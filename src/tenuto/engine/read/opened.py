@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from tenuto.model.health import Health
 
 Array = np.ndarray[Any, Any]
+
+_CHECKPOINT: Final = re.compile(r"(a\d+/)?\d+")
+"""What is no path of a leaf and may be meant as a checkpoint: a step, or attempt/step."""
 
 
 class Leaf:
@@ -355,7 +359,9 @@ class Opened(Mapping[str, Leaf]):
             show = typed("tenuto", "show", self._repo.url, "--run", self.run, "--step", step)
             near = did_you_mean(path, [*self, *self.plain_paths()]) if isinstance(path, str) else None
             hint = f"{near or ''} {show} lists what there is".strip()
-            if self.ranks > 1 and isinstance(path, str) and path.startswith(PRIVATE):
+            if isinstance(path, str) and _CHECKPOINT.fullmatch(path):
+                hint = f"{typed('tenuto', 'show', self._repo.url, '--run', self.run, '--step', path)} for a checkpoint"
+            elif self.ranks > 1 and isinstance(path, str) and path.startswith(PRIVATE):
                 hint = f"name a rank: tenuto.open(…, rank=0), tenuto show … --rank 0; {self.ranks} have saved it"
         elif parts := leaves_below(node, path):
             message = f"{path!r} is not a leaf of {self.id}; below it are {_few(parts)}"
