@@ -29,8 +29,10 @@ from campaigns.result_file import Progress, ResultHeader, deliver, options
 from campaigns.resume_ranks.cases import CASES, CONTROLS, STEPS, Case
 from campaigns.resume_ranks.judge import Life, differences, lives_of
 from campaigns.resume_ranks.training import live, read_trails
+from tenuto.api.repository import Repository
 from tenuto.api.save_load import load
 from tenuto.demo.runner import load_framework
+from tenuto.maintenance import gc
 
 MODULE: Final = "campaigns.resume_ranks"
 PACKAGES: Final = ("numpy", "torch", "torchdata")
@@ -84,6 +86,10 @@ def _lives(case: Case, place: Path, worlds: Sequence[int], ends: Sequence[End]) 
     """What the jobs of all lives have noted, and what went wrong with one."""
     for life, world in enumerate(worlds):
         end = ends[life] if life < len(ends) else None
+        if life and case.repacked:
+            repository = Repository(place / "checkpoints")
+            repository.repack(encoding="small" if life == 1 else "plain")
+            gc.execute(repository.repo, gc.plan_gc(repository.repo, now=True))
         plan = Plan(place, world, STEPS, timeout_s=60.0, more={"case": case, "end": end, "life": life})
         with Job(plan, live) as job:
             job.wait(PATIENCE_S)

@@ -30,6 +30,7 @@ class Case:
     streams: Literal["alike", "of each rank"] = "of each rank"
     dropout: bool = True
     epochs: bool = False
+    repacked: bool = False
     wrong: str = ""
 
     @property
@@ -52,6 +53,7 @@ class Case:
             "random streams": self.streams,
             "dropout": self.dropout,
             "loop": "epochs" if self.epochs else "steps",
+            **({"between lives": "repacked, originals freed"} if self.repacked else {}),
             **({"wrong": self.wrong} if self.wrong else {}),
         }
 
@@ -69,6 +71,8 @@ QUICK: Final[dict[str, Case]] = {
     "ddp, 1 rank, 3, 2": Case((1, 3, 2), INSIDE),
     "fsdp2, 4 ranks, 2, 3, nothing at random": Case(WORLDS, INSIDE, "fsdp2", **REPEATS),
     "fsdp2, 2 ranks again": Case((2, 2, 2), INSIDE, "fsdp2"),
+    "fsdp2, 2 ranks again, repacked": Case((2, 2, 2), INSIDE, "fsdp2", repacked=True),
+    "ddp, 2 ranks, 3, 1, repacked": Case((2, 3, 1), INSIDE, repacked=True),
 }
 """Those that every test run tries."""
 

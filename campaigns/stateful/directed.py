@@ -37,11 +37,27 @@ def hours_apart(one: Product) -> None:
     one.keep_by_hand(data=Drawn("main", False), which="within", n=2, ended=True)
 
 
-DIRECTED: Final[Sequence[Callable[[Product], None]]] = (others_rest_on_what_goes, renamed_and_collected, hours_apart)
+def gone_back_and_back_again(one: Product) -> None:
+    """A step that two attempts have saved means the one on the line of training, which need not be the newer one's."""
+    _train(one, "plain", hours=(0, 0))
+    first, _, last = sorted(one.model.committed)
+    one.roll_back(data=Drawn("main", first), force=False, ended=True)
+    _train(one, "plain", hours=(0,))
+    one.roll_back(data=Drawn("main", last), force=False, ended=True)
+    _train(one, "plain", hours=(), back=1)
 
 
-def _train(one: Product, encoding: Any, *, hours: Sequence[int]) -> None:
-    one.resume(data=Drawn(("main", 0)), back=0, fresh=False, takeover=False, encoding=encoding)
+DIRECTED: Final[Sequence[Callable[[Product], None]]] = (
+    others_rest_on_what_goes,
+    renamed_and_collected,
+    hours_apart,
+    gone_back_and_back_again,
+)
+
+
+def _train(one: Product, encoding: Any, *, hours: Sequence[int], back: int = 0) -> None:
+    """Resumes from the newest, or so many checkpoints before it, and saves; then again, so many hours later each."""
+    one.resume(data=Drawn(("main", 0)), back=back, fresh=False, takeover=False, encoding=encoding)
     for between in hours:
         one.save(data=Drawn(one.alive[0]), count=1, hours=between, point=None)
 

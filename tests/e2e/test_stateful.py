@@ -47,6 +47,7 @@ def test_directed_histories_hold() -> None:
         "gc does not ask who rests on what",
         "retention does not ask who rests on what",
         "ages count from what was saved last",
+        "a step is the newest attempt's",
     ],
 )
 def test_a_seeded_bug_contradicts_a_directed_history(name: str) -> None:

@@ -35,7 +35,7 @@ from tenuto.model.leaf import LeafSpec, dtype
 from tenuto.model.records import Index, Json, Manifest, PackEntry, Receipt
 from tenuto.repo.commit import begin, commit, put_index, put_object
 from tenuto.repo.format import objects
-from tenuto.repo.format.manifest import content_digest, joint_digest, rank_digest
+from tenuto.repo.format.manifest import content_of
 from tenuto.repo.format.object_names import BOXES, index_file
 from tenuto.repo.format.safetensors import build_header
 from tenuto.repo.format.shard_table import BoxTable, encode_boxes
@@ -254,16 +254,12 @@ class _Adoption:
             environment={**environment(), IMPORTED: origin},
             created=now_text(),
         )
-        if self._joint:
-            table = self._table()
+        table = self._table() if self._joint else None
+        if table is not None:
             receipt, boxes = put_object(repo, id, BOXES, encode_boxes(table, id, save_id, repo.id), save_id)
             receipts.append(receipt)
-            manifest = replace(manifest, boxes=boxes, content=joint_digest(tree, table, [rank_digest(index)]))
-        else:
-            content = content_digest(
-                tree, index.specs, index.digests, chunk_bytes=repo.chunk_bytes, private=[index.private]
-            )
-            manifest = replace(manifest, content=content)
+            manifest = replace(manifest, boxes=boxes)
+        manifest = replace(manifest, content=content_of(tree, [index], table))
         commit(repo, manifest, receipts, tree=tree, own=(index,))
         return manifest
 

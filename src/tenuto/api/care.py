@@ -120,10 +120,10 @@ class Care:
     def repack(self, run: str = "main", *, encoding: Encoding | Preset = "small") -> Repacked:
         """Rewrites the line of training of a run that has ended in another encoding: the same steps, values,
         metrics, times and tags under a new attempt. Every byte is read back and compared before any of it is visible.
-        The originals go into the trash.
+        The originals go into the trash. What several ranks have saved stays a checkpoint of as many.
 
         Raises RunInUse while a process trains the run, RemovalRefused where a pin or a hold names one of its
-        checkpoints, UsageError for checkpoints of several ranks, and SaveFailed where something else comes back.
+        checkpoints, CorruptionError where one is damaged, and SaveFailed where something else comes back.
         """
         from tenuto.maintenance.repack import execute, plan_repack
         from tenuto.policy.encoding import encoding_of

@@ -38,7 +38,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import dtype
 from tenuto.model.records import Index, Manifest
 from tenuto.repo.format import object_names, objects
-from tenuto.repo.format.manifest import content_digest, joint_digest, rank_digest
+from tenuto.repo.format.manifest import content_of
 from tenuto.repo.format.safetensors import Header, parse_header
 from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_begin
@@ -379,22 +379,9 @@ def _check_totals(found: Inspection, manifest: Manifest, boxes: BoxTable | None)
     if (nbytes, leaves) != (said, manifest.leaves) and (boxes is None) == (manifest.boxes is None):
         message = f"counts {manifest.leaves} leaves in {said} bytes, its indexes {leaves} in {nbytes}"
         found.error(message, found.id.manifest, harms=False)
-    if (boxes is None) == (manifest.boxes is None) and _content(found, manifest, boxes) != manifest.content:
+    tree = canonical_json.spell(manifest.tree)
+    if (boxes is None) == (manifest.boxes is None) and content_of(tree, found.indexes, boxes) != manifest.content:
         found.error("its content digest is not that of its leaves", found.id.manifest)
-
-
-def _content(found: Inspection, manifest: Manifest, boxes: BoxTable | None) -> str:
-    """Computes the content digest from what the objects say."""
-    if boxes is not None:
-        ranks = [rank_digest(index) for index in found.indexes]
-        return joint_digest(canonical_json.spell(manifest.tree), boxes, ranks)
-    return content_digest(
-        manifest.tree,
-        [spec for index in found.indexes for spec in index.specs],
-        np.concatenate([index.digests for index in found.indexes]),
-        chunk_bytes=manifest.chunk_bytes,
-        private=[index.private for index in found.indexes],
-    )
 
 
 def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> list[PackCopy]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.rank_threads import together
 from tenuto.errors import TenutoError
 from tenuto.maintenance.copy_elsewhere import execute
 from tenuto.maintenance.copy_plan import plan_copy
@@ -108,14 +109,22 @@ def test_rotate_names_the_slots_whose_secret_is_missing(cli, place, tmp_path):
     assert opened(place, one).number == opened(place, two).number == 2
 
 
-def test_what_somebody_who_left_could_read_is_sealed_anew_by_repack(cli, tmp_path, monkeypatch):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_somebody_who_left_could_read_is_sealed_anew_by_repack(cli, tmp_path, monkeypatch, ranks):
     place, stays, leaves = tmp_path / "sealed", tmp_path / "stays", tmp_path / "leaves"
     tenuto.save({"w": np.zeros(1)}, place, step=1)
     cli("key", "add", place, "--key-file", stays)
     cli("key", "add", place, "--key-file", leaves, "--with", stays)
     state = {"w": np.arange(5000.0)}
-    for step in (2, 3):
-        tenuto.save(state, place, step=step, key=stays)
+
+    def save(group):
+        cut = slice(group.rank * 5000 // ranks, (group.rank + 1) * 5000 // ranks)
+        part = tenuto.shard(state["w"][cut], whole=(5000,), offsets=(cut.start,))
+        for step in (2, 3):
+            tenuto.save({"w": part}, place, step=step, key=stays, ranks=group)
+        return "saved"
+
+    assert together(ranks, save) == ["saved"] * ranks
     shutil.copytree(place / "keys", tmp_path / "kept")
 
     def read_by_who_left(step):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +12,26 @@ import numpy as np
 import pytest
 
 import tenuto
+from support.loaded_interpreter import run
 from support.rank_threads import together
 from tenuto import every, keep
 from tenuto.cli import main
 from tenuto.crashpoints import armed
-from tenuto.engine.save import held_commit
-from tenuto.errors import RemovalRefused, RunInUse, SaveFailed, UsageError
+from tenuto.engine.save import encoder, held_commit
+from tenuto.engine.staging import arena, pool
+from tenuto.errors import CorruptionError, RemovalRefused, RunInUse, SaveFailed, StoreFull
 from tenuto.maintenance import repack
+from tenuto.maintenance.checkpoint_copy import execute as execute_copies
+from tenuto.maintenance.checkpoint_copy import plan_copies
 from tenuto.maintenance.gc import execute, plan_gc
 from tenuto.maintenance.usage import usage_of
 from tenuto.maintenance.verify import assert_whole
 from tenuto.model.records import Manifest
 from tenuto.policy.encoding import PRESETS
+from tenuto.repo.format.object_names import begin_name
+from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.repository import Repo
+from tenuto.store.local.store import LocalStore
 from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,13 +49,35 @@ def state_of(step: int) -> dict[str, Any]:
     }
 
 
-def train(where: Path, steps: int = STEPS, **settings: Any) -> None:
-    state = state_of(0)
+def part_of(step: int, rank: int, ranks: int) -> dict[str, Any]:
+    """What one rank of several holds: a part of what is trained, and something of its own."""
+    state, cut = state_of(step), slice(rank * LEAF // ranks, (rank + 1) * LEAF // ranks)
+    part = tenuto.shard(state["trained"][cut], whole=(LEAF,), offsets=(cut.start,))
+    own = tenuto.per_rank({"noise": np.random.default_rng((rank, step)).random(3), "name": f"rank {rank} at {step}"})
+    return {**state, "trained": part, "own": own}
+
+
+def train(where: Path, steps: int = STEPS, *, ranks: int = 1, **settings: Any) -> list[dict[str, Any]]:
+    """Trains from where the run is; returns what each rank has begun with."""
     given = {"save": every(steps=1), "keep": keep.all(), "on_error": "raise", **settings}
-    with tenuto.Checkpointer(where, state, **given) as ckpt:
-        for step in ckpt.steps(steps):
-            state.update(state_of(step + 1))
-            ckpt.log(loss=1.0 / (step + 1), **({"tag": "good"} if step == 2 else {}))
+
+    def work(group: Any) -> dict[str, Any]:
+        rank = 0 if group is None else group.rank
+        of: Any = state_of if group is None else lambda step: part_of(step, rank, ranks)
+        state = of(0)
+        with tenuto.Checkpointer(where, state, ranks=group, **given) as ckpt:
+            ckpt.restore()
+            began = {name: copy.deepcopy(getattr(one, "value", one)) for name, one in state.items()}
+            for step in ckpt.steps(steps):
+                state.update(of(step + 1))
+                ckpt.log(loss=1.0 / (step + 1), **({"tag": "good"} if step == 2 else {}))
+        return began
+
+    found = [work(None)] if ranks == 1 else together(ranks, work)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return list(found)
 
 
 def restored(where: Path, steps: int = STEPS) -> None:
@@ -127,9 +159,11 @@ class Abandoned(BaseException):
     pass
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("point", "times"),
     [
+        ("save begun", 2),
         ("repacked checkpoints durable, none visible", 1),
         ("a repacked checkpoint is visible", 1),
         ("a repacked checkpoint is visible", 3),
@@ -137,9 +171,11 @@ class Abandoned(BaseException):
         ("copy in trash, manifest still there", 2),
     ],
 )
-def test_killed_anywhere_it_loses_nothing_and_latest_stays_what_it_was(tmp_path: Path, point: str, times: int) -> None:
+def test_killed_anywhere_it_loses_nothing_and_latest_stays_what_it_was(
+    tmp_path: Path, point: str, times: int, ranks: int
+) -> None:
     where = tmp_path / "ckpts"
-    train(where)
+    train(where, ranks=ranks)
     repo, left = Repo.open(open_store(where)), [times]
     plan = repack.plan_repack(repo, "main", PRESETS["small"])
 
@@ -154,7 +190,7 @@ def test_killed_anywhere_it_loses_nothing_and_latest_stays_what_it_was(tmp_path:
             repack.execute(repo, plan)
     assert tenuto.load(where).step == STEPS
     restored(where)
-    train(where, STEPS + 1)
+    train(where, STEPS + 1, ranks=ranks)
     restored(where, STEPS + 1)
     freed(where)
     restored(where, STEPS + 1)
@@ -164,9 +200,10 @@ def test_killed_anywhere_it_loses_nothing_and_latest_stays_what_it_was(tmp_path:
     restored(where, STEPS + 1)
 
 
-def test_what_a_killed_one_leaves_is_copied_after_the_command_that_the_error_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_killed_one_leaves_is_copied_after_the_command_that_the_error_names(tmp_path: Path, ranks: int) -> None:
     where, elsewhere = tmp_path / "ckpts", tmp_path / "elsewhere"
-    train(where)
+    train(where, ranks=ranks)
     repo = Repo.open(open_store(where))
 
     def die() -> None:
@@ -220,9 +257,12 @@ def test_one_whose_put_arrived_and_failed_keeps_what_it_rests_on(
     restored(where)
 
 
-def test_what_comes_back_otherwise_is_never_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_comes_back_otherwise_is_never_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
     where = tmp_path / "ckpts"
-    train(where, 3)
+    train(where, 3, ranks=ranks)
     before = tenuto.Repository(where).checkpoints()
     read = repack._Row.read_into
 
@@ -239,6 +279,226 @@ def test_what_comes_back_otherwise_is_never_visible(tmp_path: Path, monkeypatch:
     restored(where, 3)
 
 
+# -- what several ranks have saved ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("saved", "encoding"), [("plain", "small"), ("small", "plain"), ("dedupe", "dedupe")])
+def test_a_run_of_several_ranks_stays_one_of_as_many_and_the_same(tmp_path: Path, saved: str, encoding: Any) -> None:
+    where, as_it_was = tmp_path / "ckpts", tmp_path / "as it was"
+    train(where, ranks=2, encoding=saved)
+    shutil.copytree(where, as_it_was)
+    before, stored = manifests(where), freed(where)
+    done = tenuto.Repository(where).repack(encoding=encoding)
+    after = manifests(where)
+    assert after.keys() == before.keys() == set(range(1, STEPS + 1))
+    for step, one in after.items():
+        old = before[step]
+        assert (one.content, one.metrics, one.created, one.progress) == (
+            *(old.content, old.metrics, old.created, old.progress),
+        )
+        assert (len(one.indexes), one.certificate, one.tree) == (2, old.certificate, old.tree)
+        begin = decode_begin((where / begin_name(one.id)).read_bytes(), one.id, Repo.open(open_store(where)).id)
+        assert set(begin.bases) >= set(one.bases), "who frees data files asks it who rests on them"
+        put = {path.name for path in (where / one.id.directory).iterdir() if path.is_file()}
+        assert put <= {*begin.names, "begin.json", "manifest.json"}, "what a crash leaves is freed by its names"
+    assert done.stored == sum(one.stored_bytes for one in after.values())
+    now = freed(where)
+    assert now < stored / 3 if encoding == "small" else bool(list(where.rglob("*.safetensors"))) == (saved == "small")
+    restored(where)
+    assert_whole(Repo.open(open_store(where)))
+    for ranks in (2, 3, 1):
+        same(train(shutil.copytree(where, tmp_path / f"now {ranks}"), ranks=ranks), train(as_it_was, ranks=ranks))
+    train(where, STEPS + 2, ranks=2, encoding=encoding)
+    restored(where, STEPS + 2)
+    assert_whole(Repo.open(open_store(where)))
+
+
+def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            np.testing.assert_equal(value, other[name], err_msg=name)
+
+
+def test_a_line_that_other_numbers_of_ranks_have_saved(tmp_path: Path) -> None:
+    where = tmp_path / "ckpts"
+    for steps, ranks in ((2, 2), (4, 3), (6, 2)):
+        train(where, steps, ranks=ranks)
+    ranks = [len(one.indexes) for one in manifests(where).values()]
+    tenuto.Repository(where).repack()
+    freed(where)
+    restored(where)
+    assert [len(one.indexes) for one in manifests(where).values()] == ranks
+    assert sorted(ranks) == [2, 2, 2, 2, 3, 3]
+    assert_whole(Repo.open(open_store(where)))
+
+
+def test_what_has_chunks_of_another_length_than_the_repository_keeps_them(tmp_path: Path) -> None:
+    where, other = tmp_path / "ckpts", tmp_path / "other"
+    Repo.create_or_open(open_store(other), chunk_bytes=4096)
+    train(other, 2, ranks=2)
+    train(where, 1, run="another")
+    repository = tenuto.Repository(other)
+    execute_copies(repository.repo, plan_copies(repository.repo, repository.checkpoints(), to=where), where)
+    train(where, 4, ranks=2)
+    tenuto.Repository(where).repack()
+    found = {step: one.chunk_bytes for step, one in manifests(where).items() if one.id.run == "main"}
+    assert found == {1: 4096, 2: 4096, 3: 256 << 10, 4: 256 << 10}
+    freed(where)
+    restored(where, 4)
+    assert_whole(Repo.open(open_store(where)))
+
+
+def test_damage_of_one_rank_is_named_before_anything_is_visible(tmp_path: Path) -> None:
+    where = tmp_path / "ckpts"
+    train(where, 3, ranks=2)
+    before = tenuto.Repository(where).checkpoints()
+    (pack,) = (where / "runs/main/a0001/step-00000002").glob("rank-00001*.safetensors")
+    data = bytearray(pack.read_bytes())
+    data[-1000] ^= 4
+    pack.write_bytes(data)
+    with pytest.raises(CorruptionError, match=r"step-00000002/rank-00001\.safetensors"):
+        tenuto.Repository(where).repack()
+    assert tenuto.Repository(where).checkpoints() == before
+    assert freed(where) and not list(where.rglob("*.pack")), "nothing of it stays"
+
+
+def test_what_a_disk_has_changed_of_what_was_written_is_named_before_anything_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "ckpts"
+    train(where, 3, ranks=2)
+    before, put = tenuto.Repository(where).checkpoints(), LocalStore.put_if_absent
+
+    def changing(self: Any, name: str, content: Any, **named: Any) -> Any:
+        receipt = put(self, name, content, **named)
+        if name.endswith("a0002/step-00000003/rank-00001.pack"):
+            data = bytearray((where / name).read_bytes())
+            data[-1000] ^= 4
+            (where / name).write_bytes(data)
+        return receipt
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", changing)
+    with pytest.raises(CorruptionError, match=r"a0002/step-00000003/rank-00001\.pack"):
+        tenuto.Repository(where).repack()
+    assert tenuto.Repository(where).checkpoints() == before
+
+
+def test_a_store_that_is_full_at_the_second_rank_leaves_the_run_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "ckpts"
+    train(where, 3, ranks=2)
+    before, put = sorted(path for path in where.rglob("*") if path.is_file()), LocalStore.put_if_absent
+
+    def full(self: Any, name: str, content: Any, **named: Any) -> Any:
+        if "a0002/step-00000002/rank-00001" in name:
+            raise StoreFull("no room", subject=name)
+        return put(self, name, content, **named)
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", full)
+    with pytest.raises(SaveFailed, match=r"a0002/2 failed while writing rank-00001\.pack: no room"):
+        tenuto.Repository(where).repack()
+    monkeypatch.undo()
+    left = set(where.rglob("*")) - set(before)
+    assert not [path for path in left if path.suffix in (".pack", ".index")]
+    restored(where, 3)
+    tenuto.Repository(where).repack()
+    freed(where)
+    restored(where, 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_memory_for_another_state_it_makes_no_differences(
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "ckpts"
+    train(where, 3, ranks=ranks)
+    monkeypatch.setattr(encoder, "memory_headroom", lambda: 8 * LEAF // ranks)
+    tenuto.Repository(where).repack()
+    assert {one.environment["encoding"]["delta_bytes"] for one in manifests(where).values()} == {0}
+    freed(where)
+    restored(where, 3)
+    monkeypatch.undo()
+    tenuto.Repository(where).repack()
+    assert manifests(where)[3].environment["encoding"]["delta_bytes"] >= 4 * LEAF
+
+
+@pytest.mark.parametrize("encoding", ["small", "dedupe", "plain"])
+def test_it_holds_the_image_of_one_rank_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: Any
+) -> None:
+    where, acquire, beside = tmp_path / "ckpts", pool.acquire, list[int]()
+    train(where, 2, ranks=3)
+    gc.collect()
+    before = len(arena._mappings)
+
+    def noting(nbytes: int, **named: Any) -> Any:
+        beside.append(len(arena._mappings) - before)
+        return acquire(nbytes, **named)
+
+    monkeypatch.setattr(pool, "acquire", noting)
+    gc.disable()
+    try:
+        tenuto.Repository(where).repack(encoding=encoding)
+    finally:
+        gc.enable()
+    assert beside == [0] * 6, "two checkpoints of three ranks"
+
+
+KILLED = """
+import os, signal, sys
+import tenuto
+from tenuto.crashpoints import armed
+
+left = [int(sys.argv[3])]
+
+def die():
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with armed(sys.argv[2], die):
+    tenuto.Repository(sys.argv[1]).repack()
+"""
+
+
+@pytest.mark.parametrize(
+    ("point", "times", "visible"),
+    [
+        ("pack durable, index not yet", 1, 0),
+        ("packs and indexes durable, manifest not yet", 4, 0),
+        ("a repacked checkpoint is visible", 2, 2),
+        ("copy in trash, manifest still there", 2, STEPS),
+    ],
+)
+def test_a_process_that_is_killed_between_ranks_leaves_the_run_and_the_next_one_ends_it(
+    tmp_path: Path, point: str, times: int, visible: int
+) -> None:
+    where = tmp_path / "ckpts"
+    train(where, ranks=2)
+    before = manifests(where)
+    assert run(["-c", KILLED, str(where), point, str(times)]).returncode == -9
+    assert sum(one.id.attempt == 2 for one in manifests(where).values()) == visible
+    assert tenuto.load(where).step == STEPS
+    restored(where)
+    assert run(["-m", "tenuto", "repack", str(where), "--yes"]).returncode == 0
+    assert freed(where) < sum(one.stored_bytes for one in before.values()) / 3
+    assert {step: one.content for step, one in manifests(where).items()} == {
+        step: one.content for step, one in before.items()
+    }
+    same(train(where, STEPS + 1, ranks=2), [{**part(STEPS, rank)} for rank in range(2)])
+    restored(where, STEPS + 1)
+    assert_whole(Repo.open(open_store(where)))
+
+
+def part(step: int, rank: int) -> dict[str, Any]:
+    return {name: getattr(one, "value", one) for name, one in part_of(step, rank, 2).items()}
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
 def test_refusals(tmp_path: Path) -> None:
     where = tmp_path / "ckpts"
     state = state_of(0)
@@ -251,11 +511,3 @@ def test_refusals(tmp_path: Path) -> None:
         main(["pin", str(where), "2"])
     with pytest.raises(RemovalRefused, match="pin"):
         tenuto.Repository(where).repack()
-
-    def work(ranks: Any) -> Any:
-        part = tenuto.shard(np.arange(6.0) + ranks.rank, whole=(12,), offsets=(6 * ranks.rank,))
-        return tenuto.save({"w": part}, tmp_path / "ranks", ranks=ranks)
-
-    together(2, work)
-    with pytest.raises(UsageError, match="saved by 2 ranks"):
-        tenuto.Repository(tmp_path / "ranks").repack()

@@ -372,6 +372,10 @@ def test_parts_of_two_ranks_are_restored_by_three(tmp_path: Path) -> None:
     manifest = repo_of(tmp_path).manifest(CheckpointId("main", 1, 2))
     assert manifest.rounded
     assert together(3, restores) == [True] * 3
+    tenuto.Repository(tmp_path).repack()
+    repacked = repo_of(tmp_path).manifest(repo_of(tmp_path).checkpoints()[0])
+    assert repacked.rounded and repacked.content == manifest.content and repacked.id != manifest.id
+    assert together(3, restores) == [True] * 3
 
 
 # -- damage, and bytes that nobody should trust ------------------------------------------------------------------------

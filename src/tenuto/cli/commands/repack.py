@@ -33,11 +33,12 @@ def repack(
 
     For a run that has ended: it was saved plain while every second counted, and shall take less space now. Each
     checkpoint of its line of training is written again, read back and compared; all of them appear in a new attempt,
-    under their own steps, with their metrics, times and tags. The originals go into the trash, from where `tenuto gc`
+    under their own steps, with their metrics, times and tags. What several ranks have saved stays a checkpoint of as
+    many. The originals go into the trash, from where `tenuto gc`
     frees them after 24 h, or at once with --now. Until then the run takes the space of both.
 
-    Refused while a process trains the run, for what several ranks have saved, and where a pin or a hold names one of
-    the checkpoints. Cut off, it leaves the run as it was, or with all of both.
+    Refused while a process trains the run, and where a pin or a hold names one of the checkpoints. Cut off, it leaves
+    the run as it was, or with all of both.
     """
     from tenuto.cli.console.options import run_of
     from tenuto.cli.console.reporting import WarningReporter

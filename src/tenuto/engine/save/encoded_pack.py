@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.codec.digest import digest
-from tenuto.engine.staging.plan import SavePlan
+from tenuto.engine.staging.plan import ImagePlan
 from tenuto.model.records import PackEntry
 from tenuto.repo.format.object_names import encoded_pack_file
 from tenuto.seal.cipher import TAG, PackSealer
@@ -147,23 +147,25 @@ def stretches(chunks: Column, begin: Column, end: Column) -> list[tuple[int, int
     return list(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))
 
 
-def encoded_names(plan: SavePlan) -> list[str]:
+def pack_names(plan: ImagePlan, *, encoded: bool) -> list[str]:
     """Returns the names that the packs of a save of this structure may have."""
+    if not encoded:
+        return [pack.name for pack in plan.layout.packs]
     room, image = longest_pack(plan) - _longest_chunk(plan) - PAGE, plan.layout.nbytes + TAG * plan.chunks.total
     room = min(room, straight_bytes(plan))
     return [encoded_pack_file(plan.rank, number) for number in range(image // room + 10)]
 
 
-def longest_pack(plan: SavePlan) -> int:
+def longest_pack(plan: ImagePlan) -> int:
     """Returns how long a pack of this structure may become."""
     image = plan.layout.nbytes + TAG * plan.chunks.total
     return max(min(PACK_BYTES, image), -(-image // MOST_PACKS), 2 * _longest_chunk(plan)) + 2 * PAGE
 
 
-def _longest_chunk(plan: SavePlan) -> int:
+def _longest_chunk(plan: ImagePlan) -> int:
     return min(plan.chunk_bytes, plan.layout.nbytes) + TAG
 
 
-def straight_bytes(plan: SavePlan) -> int:
+def straight_bytes(plan: ImagePlan) -> int:
     """Returns how long a run has to be to become a pack of its own."""
     return max(STRAIGHT_BYTES, longest_pack(plan) // 4)

@@ -23,6 +23,7 @@ from tenuto.codec.choosing import choose, codecs_for, encoded
 from tenuto.codec.contract import Codec
 from tenuto.codec.digest import digest
 from tenuto.codec.registry import codec
+from tenuto.concurrency.memory_headroom import memory_headroom
 from tenuto.concurrency.worker_threads import lower_priority
 from tenuto.engine.save.baseline import Baseline, baseline_in, baseline_of, keys_of, sizes_of
 from tenuto.engine.save.encoded_pack import (
@@ -38,6 +39,7 @@ from tenuto.engine.save.encoded_pack import (
 from tenuto.engine.save.joined_chunks import Written, joined
 from tenuto.engine.save.rounded_copies import CopySearch
 from tenuto.engine.staging.plan import SavePlan
+from tenuto.engine.staging.pool import SPARE_BYTES
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, Json, PackEntry, Receipt
 from tenuto.policy.encoding import Encoding
@@ -93,7 +95,7 @@ class StateEncoder:
         if encoding.codec is not None:
             codec(f"planes4-{encoding.codec}")  # an absent package is told now, and not at each save
         self.copies = CopySearch()
-        self.pool = ThreadPoolExecutor(encoding.workers, "tenuto-encode", lower_priority)
+        self.pool = self._new_pool()
         self._repo = repo
         self._rank = rank
         self.keys = repo.keys
@@ -163,9 +165,17 @@ class StateEncoder:
         if self.memory_of is None:
             self.memory = None
 
+    def rest(self) -> None:
+        """Gives back buffers and threads until the next save, not what differences are made to."""
+        self.pool.shutdown(wait=False)
+        self.pool, self._buffers = self._new_pool(), []
+
     def close(self) -> None:
         self.pool.shutdown(wait=False)
         self.memory, self._buffers = None, []
+
+    def _new_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.encoding.workers, "tenuto-encode", lower_priority)
 
     @property
     def compresses(self) -> bool:
@@ -253,7 +263,11 @@ class EncodedPacks:
         baseline, image_of = self._baseline, encoder.memory_of
         encoder.memory_of = None
         if encoder.memory is None or encoder.memory.nbytes != nbytes:
-            encoder.memory, image_of = np.empty(nbytes, np.uint8), None
+            encoder.memory = image_of = None
+            room = memory_headroom()
+            if room is not None and room < nbytes + SPARE_BYTES:
+                return None, False
+            encoder.memory = np.empty(nbytes, np.uint8)
         same = baseline is not None and baseline.id == image_of and baseline.fingerprint == self.fingerprint
         return encoder.memory, same
 

@@ -25,7 +25,8 @@ class Held:
     manifest: Manifest
     receipts: Sequence[Receipt]
     tree: Spelled
-    index: Index
+    indexes: Sequence[Index] = ()
+    """Where they are kept: the others are read back when the manifest is put."""
 
 
 class HeldCommit(SoloCommit):
@@ -49,14 +50,14 @@ class HeldCommit(SoloCommit):
         tree = canonical_json.spell(job.flattened.tree)
         manifest = job.manifest(tree, index, entry, job.timed() if timed else job.about)
         report(replace(manifest, tree=None))
-        self.held.append(Held(manifest, tuple(receipts), tree, index))
+        self.held.append(Held(manifest, tuple(receipts), tree, (index,)))
 
     def put(self, *, newest_first: bool = False) -> None:
         """Makes all checkpoints exist, in the order of steps, or the other way round."""
         while self.held:
             place = -1 if newest_first else 0
             one = self.held[place]
-            commit(self._repo, one.manifest, one.receipts, tree=one.tree, own=(one.index,))
+            commit(self._repo, one.manifest, one.receipts, tree=one.tree, own=one.indexes)
             del self.held[place]
             crashpoint(self._visible)
 

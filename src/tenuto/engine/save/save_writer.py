@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import CommitProtocol
-from tenuto.engine.save.encoded_pack import Segment, encoded_names
+from tenuto.engine.save.encoded_pack import Segment, pack_names
 from tenuto.engine.save.encoder import EncodedPacks, StateEncoder
 from tenuto.engine.save.job import Job
 from tenuto.engine.staging.pack_content import PackContent
+from tenuto.engine.staging.plan import ImagePlan
 from tenuto.errors import OwnershipError, SaveFailed, StoreFull, StoreUnreliable, TenutoError, in_words, typed
 from tenuto.events import Emitter, PackWritten, Progress, SaveFailedEvent, Warned
 from tenuto.model.records import Manifest, Receipt
@@ -185,17 +186,20 @@ class SaveWriter:
             self._health.committed(job)
         crashpoint("manifest durable, not yet reported")
 
+    def names(self, plan: ImagePlan) -> list[str]:
+        """Returns the file names of all that a save of this structure may put, but its manifest."""
+        return [*pack_names(plan, encoded=self._encoder is not None), index_file(self._protocol.rank)]
+
     def _set_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
 
     def _begin(self, job: Job, attempt: Attempt) -> None:
-        encoder, index = self._encoder, index_file(self._protocol.rank)
+        encoder = self._encoder
+        job.names = self.names(job.plan)
         if encoder is None:
-            job.names = [*(pack.name for pack in job.plan.layout.packs), index]
             self._protocol.begin(job, attempt)
             return
         job.bases = encoder.bases(attempt.parent)
-        job.names = [*encoded_names(job.plan), index]
         self._protocol.begin(job, attempt)
         usable = usable_bases(self._repo, job.save.id, job.bases, through=encoder.newest)
         job.encoded = encoder.begin(job, usable, partial(is_kept, self._repo.store))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tenuto.concurrency.deadlines import begun_within
@@ -28,11 +28,12 @@ from tenuto.engine.save.handle import Save
 from tenuto.engine.save.job import Job, ManifestDetails, capture
 from tenuto.engine.save.save_writer import SaveWriter
 from tenuto.engine.staging.pack_content import WriterGone
-from tenuto.engine.staging.plan import SavePlan
+from tenuto.engine.staging.plan import ImagePlan, SavePlan
 from tenuto.engine.staging.pool import StagingPool
 from tenuto.errors import SaveFailed, Superseded, TenutoError
 from tenuto.events import Captured, Committed, Emitter, SaveFailedEvent, SaveStarted
 from tenuto.model.ids import CheckpointId
+from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Manifest
 from tenuto.policy.encoding import PLAIN, Encoding
 from tenuto.repo.ownership.claim import Attempt
@@ -154,6 +155,21 @@ class Saver:
         """Has the first save name no data of earlier checkpoints; the next ones may name that save's."""
         if self._encoder is not None:
             self._encoder.begin_afresh()
+
+    def names(self, specs: Sequence[LeafSpec]) -> list[str]:
+        """Returns the file names of all that a save of these leaves may put, but its manifest."""
+        rank, chunk_bytes = self._protocol.rank, self.repo.chunk_bytes
+        return self._writer.names(ImagePlan.of(specs, rank=rank, chunk_bytes=chunk_bytes))
+
+    def bases(self) -> tuple[CheckpointId, ...]:
+        """Returns the checkpoints whose data files the next save may name."""
+        return () if self._encoder is None else self._encoder.bases(self._claimed().parent)
+
+    def rest(self) -> None:
+        """Gives back what only a save under way needs, until the next one: images, buffers and threads."""
+        self._pool.release()
+        if self._encoder is not None:
+            self._encoder.rest()
 
     def prewarm(self, flattened: Flattened) -> float:
         """Plans and takes the memory that saves of this state need; returns the seconds it took."""
@@ -443,6 +459,7 @@ class Saver:
         if self.memory is not None:
             self.memory.ended(job.plan)
         self._pool.give_back(job.plan)
+        job.encoded = None  # which has the job in turn: a cycle would keep the image mapped until it is collected
         if self._health is not None:
             self._health.ended(job.save.save_id)
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from tenuto.engine.staging.buffer_layout import BufferLayout, plan_layout
 from tenuto.engine.staging.capture import STEPS_IN_WINDOW, Capturer
 from tenuto.events import Emitter
 from tenuto.model.canonical_json import Spelled
+from tenuto.model.leaf import LeafSpec
 from tenuto.repo.format.index import ShapeRows
 from tenuto.repo.format.manifest import leaf_table
 from tenuto.state.contract import Flattened
@@ -104,14 +106,25 @@ class Digester:
 
 
 @dataclass(frozen=True, slots=True)
-class SavePlan:
-    """What every save of one structure uses. `table`: the leaves, for the index and for the content digest."""
+class ImagePlan:
+    """Where the leaves of one structure, and their chunks, lie in an image."""
 
-    fingerprint: str
     rank: int
     chunk_bytes: int
     layout: BufferLayout
     chunks: ChunkTable
+
+    @classmethod
+    def of(cls, specs: Sequence[LeafSpec], *, rank: int, chunk_bytes: int) -> ImagePlan:
+        layout = plan_layout(specs, rank=rank)
+        return cls(rank, chunk_bytes, layout, ChunkTable(layout, chunk_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan(ImagePlan):
+    """What every save of one structure uses. `table`: the leaves, for the index and for the content digest."""
+
+    fingerprint: str
     rows: ShapeRows
     table: Spelled
     capturer: Capturer
@@ -168,11 +181,11 @@ class StagingBuffer(Generic[Source]):
                 f"saves are staged in memory of this process, since shared memory is not available ({arena.note})"
             )
         self.plan = SavePlan(
-            flattened.fingerprint,
             self._rank,
             self._chunk_bytes,
             layout,
             ChunkTable(layout, self._chunk_bytes),
+            flattened.fingerprint,
             ShapeRows.of(flattened.specs),
             leaf_table(flattened.specs),
             capturer,

@@ -314,6 +314,19 @@ def joint_digest(tree: Spelled, boxes: BoxTable, ranks: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
+def content_of(tree: Spelled, indexes: Sequence[Index], boxes: BoxTable | None) -> str:
+    """Returns the content digest of a checkpoint with these indexes, all of them, and this table of parts."""
+    if boxes is not None:
+        return joint_digest(tree, boxes, [rank_digest(index) for index in indexes])
+    return content_digest(
+        tree,
+        [spec for index in indexes for spec in index.specs],
+        np.concatenate([index.digests for index in indexes]),
+        chunk_bytes=indexes[0].chunk_bytes,
+        private=[index.private for index in indexes],
+    )
+
+
 def leaf_table(specs: Sequence[LeafSpec]) -> Spelled:
     """Returns the part of the content digest about leaves: the same for every save of one structure."""
     # The trees map paths to leaf numbers already.
