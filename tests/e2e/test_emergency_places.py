@@ -14,67 +14,17 @@ from pathlib import Path
 import pytest
 
 import tenuto
+from support.emergency_training import KEPT_IN_MEMORY, LOOP, TRAIN, answers, place, ran, ranks_ran, untouched
 from support.supervised import TENUTO, await_that, finished
 from support.troubled_store import variables
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
-TRAIN = """
-import os, pathlib, signal, sys, time, numpy as np, tenuto
-from tenuto import every, on
-from tenuto.crashpoints import armed
-np.random.seed(0)
-state = {"w": np.zeros(1000)}
-def step_of(state):
-    state["w"] += np.random.rand(1000)
-def trouble(kind):
-    if kind == "gone":  # not mounted any more
-        os.rename("ckpts", "away")
-    pathlib.Path("trouble.new").write_text(kind)
-    os.rename("trouble.new", "trouble")
-more = dict(save=every(steps=1000) | on.signal() | on.end(), emergency=["other"], emergency_after=0.5)
-"""
-LOOP = """
-with tenuto.Checkpointer("ckpts", state, **more) as ckpt:
-    for step in ckpt.steps(20):
-        step_of(state)
-        if step == 7 and (kind := os.environ.get("KIND")):
-            trouble(kind)
-            os.kill(os.getpid(), signal.SIGTERM)
-print(ckpt.step, state["w"].tobytes().hex()[:64])
-"""
-
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **variables(tmp_path)}
-
-
-def ran(
-    directory: Path, script: str, environment: dict[str, str], *, status: int = 0, **more: str
-) -> subprocess.CompletedProcess[str]:
-    (directory / "train.py").write_text(TRAIN + script)
-    command, env = [sys.executable, "train.py"], {**environment, **more}
-    done = subprocess.run(command, cwd=directory, env=env, text=True, capture_output=True, timeout=100, check=False)
-    assert done.returncode == status, done.stderr
-    return done
-
-
-def untouched(tmp_path: Path, environment: dict[str, str]) -> str:
-    (tmp_path / "alone").mkdir()
-    return ran(tmp_path / "alone", LOOP, environment).stdout
-
-
-def answers(tmp_path: Path) -> None:
-    (tmp_path / "trouble").unlink()
-    if (tmp_path / "away").exists():
-        (tmp_path / "away").rename(tmp_path / "ckpts")
-
-
-def place(tmp_path: Path, name: str = "other") -> Path:
-    (found,) = (tmp_path / name).iterdir()
-    return found
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("hung", marks=pytest.mark.long)])
@@ -200,30 +150,17 @@ with armed(POINT, wait), tenuto""".replace("POINT", repr(point))
         assert "took over" not in last.stderr and "resumed" not in last.stderr, last.stderr
 
 
-SEALED = """
-with tenuto.Checkpointer("ckpts", state, memory=every(steps=1), **more) as ckpt:
-    for step in ckpt.steps(20):
-        step_of(state)
-        if step == 7 and (kind := os.environ.get("KIND")):
-            while ckpt.stats.kept_in_memory < 7:
-                time.sleep(0.01)
-            kind == "ok" or trouble(kind)
-            raise ValueError("bad data")
-print(ckpt.step, state["w"].tobytes().hex()[:64])
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 @pytest.mark.parametrize("kind", ["ok", "full", "hung"])
 def test_an_error_makes_the_newest_sealed_state_durable(tmp_path: Path, environment: dict[str, str], kind: str) -> None:
     """It goes to the store if that takes it, else to the emergency place, and shared memory is not needed any more."""
-    first = ran(tmp_path, SEALED, environment, status=1, KIND=kind)
+    first = ran(tmp_path, KEPT_IN_MEMORY, environment, status=1, KIND=kind)
     assert "ValueError: bad data" in first.stderr
     (tmp_path / "trouble").unlink(missing_ok=True)
     subprocess.run(
         [*TENUTO, "memory", "clear", "ckpts", "--yes"], cwd=tmp_path, env=environment, capture_output=True, check=False
     )
-    second = ran(tmp_path, SEALED, environment)
+    second = ran(tmp_path, KEPT_IN_MEMORY, environment)
     assert second.stdout == untouched(tmp_path, environment)
     assert ("took over step 7" in second.stderr) == (kind != "ok"), second.stderr
     assert "resumed run main at step 7 from" in second.stderr
@@ -236,7 +173,7 @@ def test_an_error_makes_the_newest_sealed_state_durable(tmp_path: Path, environm
 def test_a_supervisor_that_gives_up_puts_it_there_and_its_next_start_takes_it_over(
     tmp_path: Path, environment: dict[str, str], kind: str
 ) -> None:
-    script = TRAIN + SEALED.replace('raise ValueError("bad data")', "os.kill(os.getpid(), 9)").replace(
+    script = TRAIN + KEPT_IN_MEMORY.replace('raise ValueError("bad data")', "os.kill(os.getpid(), 9)").replace(
         "**more)", "save=more['save'])"
     )
     named = variables(tmp_path)
@@ -312,39 +249,6 @@ def test_the_signal_of_a_process_whose_store_works_needs_no_emergency_place(
     assert not list(place(tmp_path).rglob("*.safetensors"))
 
 
-RANKS = """
-rank = int(sys.argv[1])
-more |= dict(ranks=tenuto.SharedFiles("meet", rank=rank, world_size=2), ranks_timeout=30.0)
-if os.environ.get("OWN"):
-    more["emergency"] = os.path.realpath("node-0/other")
-    if rank:  # another disk under the same path
-        from tenuto.maintenance import emergency
-        whole = emergency.open_place
-        emergency.open_place = lambda url, repo: whole(url.replace("node-0", "node-1"), repo)
-with tenuto.Checkpointer("ckpts", state, **more) as ckpt:
-    for step in ckpt.steps(int(os.environ["STEPS"])):
-        step_of(state)
-        time.sleep(0.005 if "KIND" in os.environ else 0)
-        if step == 7 and rank == 1 and (kind := os.environ.get("KIND")):
-            trouble(kind)
-            os.kill(os.getpid(), signal.SIGTERM)
-print(ckpt.step, state["w"].tobytes().hex()[:64])
-"""
-
-
-def ranks_ran(directory: Path, environment: dict[str, str], **more: str) -> list[tuple[int, str, str]]:
-    (directory / "train.py").write_text(TRAIN + RANKS)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "train.py", str(rank)], cwd=directory, env={**environment, **more}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=100) for process in processes]
-    return [(process.returncode, out, err) for process, (out, err) in zip(processes, said, strict=True)]
-
-
 @pytest.mark.parametrize("kind", ["full", pytest.param("hung", marks=pytest.mark.long)])
 def test_ranks_that_share_a_place_save_there_together(tmp_path: Path, environment: dict[str, str], kind: str) -> None:
     first = ranks_ran(tmp_path, environment, KIND=kind, STEPS="1000000")
@@ -367,15 +271,6 @@ def test_a_place_that_not_all_ranks_see_is_refused_at_the_start(tmp_path: Path, 
     first = ranks_ran(tmp_path, environment, KIND="full", OWN="1", STEPS="1000000")
     assert "all ranks have to share an emergency location, and it is not used" in first[0][2], first
     assert not list(tmp_path.rglob("node-*/**/*.safetensors"))
-
-
-def test_a_sealed_repository_has_no_emergency_place(tmp_path: Path, environment: dict[str, str]) -> None:
-    ran(tmp_path, LOOP.replace("steps(20)", "steps(1)"), environment)
-    add = [*TENUTO, "key", "add", "ckpts", "--key-file", "key"]
-    subprocess.run(add, cwd=tmp_path, env=environment, check=True, capture_output=True)
-    first = ran(tmp_path, LOOP, environment, status=143, KIND="full", TENUTO_KEY_FILE="key")
-    assert "is sealed, so nothing of it goes to the emergency location" in first.stderr
-    assert not list((tmp_path / "other").rglob("*.safetensors"))
 
 
 REAL = """

@@ -2,7 +2,8 @@
 
 Within a repository a copy puts no data files: its indexes name those that are there (`bases` in its manifest), as a
 save does that dedupes. Into another repository every stored byte goes, verified on the way. Either is a checkpoint like
-any other, with the tree, values, random states, metrics and certificate of its source, and as many ranks.
+any other, with the tree, values, random states, metrics and certificate of its source, and as many ranks. A frame is
+sealed for one name: a copy of it that shares nothing is opened and sealed again, between places of its repository.
 
 All copies are put before the first manifest is: whatever breaks off before that leaves nothing that can be seen.
 """
@@ -24,13 +25,17 @@ from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.read.chunk_reader import ChunkReader, chunk_runs
 from tenuto.engine.read.copy_packs import copy_pack
+from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.read.packs import open_pack
 from tenuto.engine.save.baseline import baseline_in
+from tenuto.engine.save.encoded_pack import Segment
 from tenuto.engine.save.job import stored_in
+from tenuto.engine.save.transcoder import TranscodedIndex, Transcoder, pack_names, rows_of
 from tenuto.errors import (
     AlreadyExists,
     CheckpointNotFound,
     CorruptionError,
+    KeyMissing,
     NotARepository,
     TenutoError,
     UsageError,
@@ -41,6 +46,7 @@ from tenuto.maintenance.remove import is_suspect
 from tenuto.maintenance.tier_copies import fill_now
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Index, IndexEntry, Json, Manifest, PackEntry, Receipt
+from tenuto.policy.encoding import PLAIN
 from tenuto.repo.bases import forked_from_others, usable_bases
 from tenuto.repo.commit import begin, commit, put_index, put_object
 from tenuto.repo.format import object_names
@@ -55,6 +61,7 @@ from tenuto.repo.replicated.members import member_in
 from tenuto.repo.replicated.places import home_of
 from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.unfinished import abort, free
+from tenuto.seal.cipher import Identity, PackSealer
 from tenuto.store.contract import Where
 from tenuto.store.registry import open_store
 from tenuto.store.wrappers.delegating import Counted
@@ -180,7 +187,8 @@ def plan_copies(
                 subject=str(id),
                 hint=typed("tenuto", "verify", repo.url, id),
             )
-        if not shares and (manifest.code or _is_sealed(repo, manifest)):
+        own_keys = target is not None and target.id == repo.id
+        if not shares and not own_keys and (manifest.code or _is_sealed(repo, manifest)):
             raise UsageError(
                 f"{id} is sealed: its bytes can be read in {repo.url} alone",
                 subject=str(id),
@@ -297,18 +305,21 @@ class CheckpointCopier:
         ]
         packs = [pack for _, contents in made for pack in contents]
         one.names = [*(pack.file for pack in packs), *(entry.name for entry in manifest.tables)]
+        one.names += (name for index, _ in made if self._seals_again(index) for name in pack_names(index, ""))
         bases = tuple(sorted({source, *manifest.bases})) if self._shares else ()
         begin(self._attempt, step, manifest.save_id, one.names, bases=bases)
         if self._shares and usable_bases(self._target, id, bases, through=source) != bases:
             raise _gone(source)
         try:
             parallel_for(lambda pack: one.receipts.append(self._put(id, pack, manifest.save_id)), packs, _THREADS)
+            for index, _ in made:
+                one.indexes += (self._sealed_again(one, index) if self._seals_again(index) else index,)
         except CorruptionError:
             if not repo.exists(source):
                 raise _gone(source) from None
             raise
         entries: list[IndexEntry] = []
-        for index, _ in made:
+        for index in one.indexes:
             receipt, entry = put_index(self._target, id, index)
             one.receipts.append(receipt)
             entries.append(entry)
@@ -318,8 +329,7 @@ class CheckpointCopier:
             data = encode_boxes(boxes, id, manifest.save_id, self._target.id)
             receipt, table = put_object(self._target, id, object_names.BOXES, data, manifest.save_id)
             one.receipts.append(receipt)
-        one.indexes = tuple(index for index, _ in made)
-        one.copied = sum(pack.length for pack in packs)
+        one.copied = sum(pack.length for index in one.indexes for pack in index.packs if pack.at is None)
         one.manifest = replace(copy, indexes=tuple(entries), boxes=table, **stored_in(*one.indexes))
 
     def show(self) -> list[CopiedCheckpoint]:
@@ -354,11 +364,42 @@ class CheckpointCopier:
 
     def _contents(self, manifest: Manifest, index: Index) -> tuple[Index, tuple[_Pack, ...]]:
         """Returns an index of packs of the copy's own, and these: as they are, or with the chunks that it needs of
-        others'."""
+        others'. Of what is sealed again that is known only once it is."""
+        if self._seals_again(index):
+            return index, ()
         if all(pack.at is None for pack in index.packs):
             return index, tuple(_AsItIs(self._repo, manifest, index, number) for number in range(len(index.packs)))
         gathered = _Gathered(self._repo, manifest, index)
         return gathered.index, (gathered,)
+
+    def _seals_again(self, index: Index) -> bool:
+        return index.sealed is not None and not self._shares
+
+    def _sealed_again(self, one: _Written, index: Index) -> Index:
+        """Puts what an index needs, opened and sealed for its new name; returns the index of that. Raises Tampered, and
+        KeyMissing where the keys of the two are not open."""
+        id, save_id, source, target = one.manifest.id, one.manifest.save_id, self._repo, self._target
+        keys = target.keys
+        if keys is None or source.keys is None or source.id != target.id:
+            raise KeyMissing(
+                f"{one.source} is sealed, and without the keys of its repository nothing of it can go to {target.url}",
+                subject=str(one.source),
+                hint="set TENUTO_KEY_FILE, TENUTO_KEY or TENUTO_PASSPHRASE",
+            )
+
+        def put(segment: Segment) -> None:
+            name = f"{id.directory}/{segment.entry.name}"
+            one.receipts.append(target.store.put_if_absent(name, segment, token=save_id))
+            self._advance(segment.length)
+
+        def seal(file: str, start: int) -> PackSealer:
+            return keys.new_pack(Identity(target.id, save_id, f"{id.directory}/{file}"), start=start)
+
+        reader = LazyReader(source, one.source, source.table(source.manifest(one.source), index.rank))
+        try:
+            return TranscodedIndex(Transcoder(PLAIN), index, rows_of(reader, index), put, token="", seal=seal).run()[0]
+        finally:
+            reader.close()
 
     def _put(self, id: CheckpointId, pack: _Pack, token: str) -> Receipt:
         return pack.put(self._target, f"{id.directory}/{pack.file}", token, self._advance)
@@ -458,6 +499,8 @@ def execute(repo: Repo, plan: RunCopyPlan, to: Where | None = None, *, emitter: 
     inside = to is None or plan.to == repo.url
     target = repo if inside or to is None else Repo.create_or_open(open_store(to), chunk_bytes=repo.chunk_bytes)
     unlock(target, writing=True)
+    if target.id == repo.id:
+        repo.keys = target.keys  # another place of the same repository may have an older key ring
     newest = latest(target, plan.run)
     attempt = claim_newest(
         target, plan.run, newest, plan.parent, again=lambda: (latest(target, plan.run), plan.parent), wait_s=0.0

@@ -4,7 +4,7 @@ Each is a directory or URL for any number of repositories. What lies there of on
 at most the checkpoints that its own store did not take, under the names that they would have had in that store. So the
 rules of runs hold there too: `latest` is what the highest attempt that is announced there has put. The own store
 decides: a state is taken over from there, as a checkpoint of an attempt of its own, where training has not gone on from
-something else.
+something else. Of a sealed repository it has the key ring too, and what lies there is sealed by the same keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
@@ -30,6 +30,7 @@ from tenuto.errors import (
     CheckpointNotFound,
     CorruptionError,
     DeadlineExceeded,
+    KeyMissing,
     ObjectNotFound,
     OwnershipError,
     RepositoryError,
@@ -41,16 +42,19 @@ from tenuto.errors import (
 )
 from tenuto.events import Emitter
 from tenuto.maintenance.checkpoint_copy import CheckpointCopier
-from tenuto.maintenance.copy_record import mark_copy
+from tenuto.maintenance.copy_record import mark_copy, put_whole
 from tenuto.maintenance.flush import JudgedImage, opened_state, save_image, whole_states, write_images
 from tenuto.maintenance.place_copy import put_small
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import object_names, objects
+from tenuto.repo.format.object_names import KEYS, numbered
 from tenuto.repo.format.small_records import decode_begin, encode_attempt
 from tenuto.repo.identity import Identity, read_identity
+from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim, joined
+from tenuto.repo.refs import numbers
 from tenuto.repo.replicated.members import member_in
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import close_unfinished
@@ -83,7 +87,9 @@ def place_in(directory: str, repository: str) -> str:
 
 def open_place(url: str, repo: Repo) -> Repo:
     """Returns the repository as an emergency place has it, by itself. A path of a file system that hangs hangs here."""
-    return Repo(open_store(url), repo.id, repo.chunk_bytes)
+    there = Repo(open_store(url), repo.id, repo.chunk_bytes)
+    there.keys = repo.keys
+    return there
 
 
 def reached_place(url: str, repo: Repo, seconds: float) -> Repo:
@@ -101,11 +107,12 @@ def prepare(repo: Repo, url: str, attempt: Attempt) -> None:
     """Announces a claimed attempt in an emergency place, which is made a copy of the repository if need be; closes what
     earlier attempts have begun there. From then on those put nothing there that anybody takes over.
 
-    Raises RepositoryError where something else lies there, Superseded where a later attempt is announced there, and
-    StoreError.
+    Raises RepositoryError where something else lies there, or keys that are not the repository's, Superseded where a
+    later attempt is announced there, and StoreError.
     """
     there = open_place(url, repo)
     mark_copy(repo, there.store)
+    _bring_ring(repo, there)
     name = object_names.attempt_name(attempt.run, attempt.number)
     put_small(there.store, name, encode_attempt(attempt.record, repo.id))
     joined(there, attempt.record).check()
@@ -115,6 +122,28 @@ def prepare(repo: Repo, url: str, attempt: Attempt) -> None:
             close_unfinished(there, attempt.run, earlier, by=by, owner_dead=False, report=_ignore)
             if not there.steps(attempt.run, earlier):
                 there.store.delete([object_names.attempt_name(attempt.run, earlier)])
+
+
+def _bring_ring(repo: Repo, there: Repo) -> None:
+    """Brings the place the key ring that counts, and removes older ones: slots that were removed open those. Raises
+    RepositoryError where what lies there may be all that is left of keys, or this process would save there unsealed."""
+    ours, theirs = (numbers(one, KEYS) for one in (repo, there))
+    if not ours and not theirs:
+        return
+    if ours and repo.keys is None:
+        raise RepositoryError(f"{repo.url} was sealed after this process had opened it", subject=repo.url)
+    name, newest = numbered(KEYS, max(ours, default=0)), max(theirs, default=0)
+    if ours and ours[-1] >= newest:
+        data = repo.store.get(name, limit=objects.SMALL)
+        put_whole(there.store, name, data)
+        if there.store.get(name, limit=objects.SMALL) == data:
+            there.store.delete([numbered(KEYS, one) for one in theirs if one != ours[-1]])
+            return
+    raise RepositoryError(
+        f"its key ring {numbered(KEYS, newest)} is none that {repo.url} has: were keys lost there?",
+        subject=there.url,
+        hint=f"put it back into {repo.url}, or remove {KEYS} in {there.url}, and what it sealed",
+    )
 
 
 def save_there(
@@ -167,18 +196,19 @@ def _ignore(message: str) -> None:
 @dataclass(frozen=True, slots=True)
 class EmergencyCheckpoint:
     """A checkpoint in an emergency place, and whether its run may go on from it: else `verdict` says why not.
-    `obsolete`: the run's own store has the state, or a later one of the same attempt."""
+    `obsolete`: the run's own store has the state, or a later one of the same attempt. `damaged`: nobody can take it."""
 
     there: Repo
     id: CheckpointId
     verdict: EligibleImage | str
     obsolete: bool = False
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
     """A checkpoint in an emergency place, as that has it. `newest`: whether it is what `latest` means there; `damage`:
-    why it cannot be read."""
+    why it cannot be read. `sealed`: whether it is as its repository is."""
 
     id: CheckpointId
     newest: bool
@@ -186,6 +216,7 @@ class _Held:
     save_id: str = ""
     content: str = ""
     damage: str = ""
+    sealed: bool = True
 
 
 def _held(there: Repo, run: str) -> list[_Held]:
@@ -204,18 +235,23 @@ def _held(there: Repo, run: str) -> list[_Held]:
             try:
                 record = there.find_attempt(run, number)
                 begin = decode_begin(there.store.get(object_names.begin_name(id), limit=objects.SMALL), id, there.id)
-                claim, content = "" if record is None else record.id, there.manifest(id).content
-                found.append(_Held(id, id == newest, claim, begin.save_id, content))
-            except (CorruptionError, CheckpointNotFound, ObjectNotFound) as error:
-                found.append(_Held(id, id == newest, damage=error.message))
+                manifest, claim = there.manifest(id), "" if record is None else record.id
+                sealed = bool(manifest.code) or there.keys is None
+                found.append(_Held(id, id == newest, claim, begin.save_id, manifest.content, sealed=sealed))
+            except (CorruptionError, CheckpointNotFound, KeyMissing, ObjectNotFound) as error:
+                found.append(_Held(id, id == newest, damage=_unreadable(error)))
     return found
+
+
+def _unreadable(error: TenutoError) -> str:
+    return f"it {'cannot be opened' if isinstance(error, KeyMissing) else 'is damaged'}: {error.message}"
 
 
 def _judged(repo: Repo, there: Repo, held: _Held) -> EmergencyCheckpoint:
     """Judges it by the run's own store, whose errors are raised."""
     id = held.id
     if held.damage:
-        return EmergencyCheckpoint(there, id, f"it is damaged: {held.damage}")
+        return EmergencyCheckpoint(there, id, held.damage, damaged=True)
     try:
         ours = repo.find_attempt(id.run, id.attempt)
     except CorruptionError as error:
@@ -224,6 +260,9 @@ def _judged(repo: Repo, there: Repo, held: _Held) -> EmergencyCheckpoint:
         return EmergencyCheckpoint(there, id, f"attempt {id.attempt} is another one's in {repo.url}")
     if _is_stored(repo, id, held.content):
         return EmergencyCheckpoint(there, id, "it is in the store", obsolete=True)
+    if not held.sealed:
+        why = f"it is not sealed, as {repo.url} is: whoever can write there may have put it"
+        return EmergencyCheckpoint(there, id, why)
     if not held.newest:
         return EmergencyCheckpoint(there, id, "a later attempt is announced there")
     holder = SealHolder(id.attempt, held.claim)
@@ -249,7 +288,7 @@ def take_over(
     """Brings the run's own store the newest state that lies in one of these emergency places, where the run may go on
     from it, as a checkpoint of an attempt of its own, which is given back; returns under what name it lay there. Every
     byte is verified. What is in the store then goes from the emergency place; what training has left behind stays, and
-    is reported.
+    is reported, and so is what is damaged, or is not what a holder of the repository's keys has put there.
 
     `beyond`: attempt and step of the newest state in this process's memory, which is resumed from where it is newer.
     `options`: of the claim. Raises RunInUse where the run has a live owner, and errors of its own store: training on
@@ -265,24 +304,28 @@ def take_over(
             continue
         found += [_judged(repo, there, one) for one in held]
     eligible = [one for one in found if isinstance(one.verdict, EligibleImage)]
-    chosen = max(eligible, key=lambda one: (one.id.attempt, one.id.step), default=None)
-    if chosen is not None and beyond > (chosen.id.attempt, chosen.id.step):
-        chosen = None
-    made = None if chosen is None else _taken_over(repo, chosen, report, options)
+    newer = [one for one in eligible if (one.id.attempt, one.id.step) >= beyond]
+    newer.sort(key=lambda one: (one.id.attempt, one.id.step), reverse=True)  # the places in their order
+    tries = (_taken_over(repo, one, report, options) for one in newer)
+    made = next((one for one in tries if one is not None), None)
     for one in found:
         if one.obsolete or (made is not None and one.id == made[0].id):
             _free(one, report)
-        elif one is not chosen and isinstance(one.verdict, str):
-            word = f"{run}/a{one.id.attempt}/{one.id.step}"
-            report(
-                f"step {one.id.step} of run {run} in the emergency location {one.there.url} is left alone: "
-                f"{one.verdict}; `{typed('tenuto', 'cp', one.there.url, word, repo.url)} --to-run NEWRUN` takes it; "
-                f"it goes with its directory {one.id.directory} there"
-            )
+        elif isinstance(one.verdict, str):
+            _report_left(repo, one, one.verdict, report)
     if made is None:
         return None
     report(f"took over step {made[1].step} of run {run} from the emergency location {made[0].there.url}: {made[1]}")
     return made[0].id
+
+
+def _report_left(repo: Repo, one: EmergencyCheckpoint, why: str, report: Report) -> None:
+    url, word = one.there.url, f"{one.id.run}/a{one.id.attempt}/{one.id.step}"
+    taken = "" if one.damaged else f" `{typed('tenuto', 'cp', url, word, repo.url)} --to-run NEWRUN` takes it;"
+    report(
+        f"step {one.id.step} of run {one.id.run} in the emergency location {url} is left alone: {why};{taken} it goes "
+        f"with its directory {one.id.directory} there"
+    )
 
 
 def _free(one: EmergencyCheckpoint, report: Report) -> None:
@@ -296,7 +339,7 @@ def _free(one: EmergencyCheckpoint, report: Report) -> None:
 def _taken_over(
     repo: Repo, chosen: EmergencyCheckpoint, report: Report, options: dict[str, Any]
 ) -> tuple[EmergencyCheckpoint, CheckpointId] | None:
-    """Returns None where another process has taken it over meanwhile, or the run went on otherwise."""
+    """Returns None where another process has taken it over meanwhile, the run went on otherwise, or it is damaged."""
     id, there = chosen.id, chosen.there
     assert isinstance(chosen.verdict, EligibleImage)
 
@@ -317,6 +360,9 @@ def _taken_over(
         made = copier.show()[0].id
         crashpoint("emergency checkpoint taken over, still in its place")
         return chosen, made
+    except (CorruptionError, KeyMissing) as error:
+        _report_left(repo, replace(chosen, damaged=True), _unreadable(error), report)
+        return None
     except StoreError as error:
         report(f"step {id.step} of run {id.run} stays in the emergency location {there.url}: {error.message}")
         raise
@@ -335,14 +381,15 @@ def flush_there(url: str, report: Report, *, patience_s: float = AFTER_S) -> lis
     """Writes the newest whole state that dead processes of this machine have left in memory to an emergency place, for
     each run of which the attempt is announced there last. It stays in memory as well. Returns what is there then.
 
-    Asks nothing of the run's own store. Raises what the place raises, DeadlineExceeded where it does not get on, and
-    CorruptionError for a damaged image.
+    Asks nothing of the run's own store. Raises what the place raises, DeadlineExceeded where it does not get on,
+    KeyMissing where it is of a sealed repository and nothing opens its keys, and CorruptionError for a damaged image.
     """
     store = WatchedStore(within(patience_s, f"asking {url}", partial(open_store, url), subject=url))
     identity = within(patience_s, f"asking {url}", partial(_identity, store), subject=url)
     if identity is None:
         raise StoreError(f"the training has not announced itself in {url}", subject=url)
     there = Repo(store, identity.id, identity.chunk_bytes)
+    within(patience_s, f"reading the keys in {url}", partial(unlock, there, writing=True), subject=url)
     saved = []
     for run in sorted({one.footer.id.run for one in images(repository=there.id) if one.footer is not None}):
         found = [one for one in images(repository=there.id) if one.footer is not None and one.footer.id.run == run]
@@ -373,6 +420,9 @@ def _flushed(there: Repo, run: str, found: Sequence[Any], report: Report) -> Che
         # What its own processes have begun there: they are dead, as the locks of their slots say.
         free_in(there.store, id)
         try:
+            if footer.keyed and there.keys is not None:
+                # Whoever can write there may have put another ring: of a service that this process asks too.
+                there.keys.check_object(footer.save_id.encode(), footer.keyed, f"the key ring in {there.url}")
             with ExitStack() as stack:
                 opened, _ = stack.enter_context(opened_state(there, state))
                 for image in opened:

@@ -20,12 +20,13 @@ from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.save.baseline import Baseline, baseline_in, baseline_of
 from tenuto.engine.save.encoded_pack import Segment
 from tenuto.engine.save.job import stored_in
-from tenuto.engine.save.transcoder import TranscodedIndex, Transcoder, bases_of, pack_names
+from tenuto.engine.save.transcoder import TranscodedIndex, Transcoder, bases_of, bytes_from, pack_names, rows_of
 from tenuto.errors import CheckpointNotFound, CorruptionError, KeyMissing, ObjectNotFound, StoreError, typed
 from tenuto.maintenance.place_copy import PlaceCopy, removed
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import lacking, manifest_of, out_of_trash, packs_of
 from tenuto.maintenance.sign import SIGNED
+from tenuto.maintenance.tables_again import SAVED
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Json, Manifest
 from tenuto.policy.encoding import Encoding
@@ -40,7 +41,6 @@ from tenuto.repo.lineage import latest
 from tenuto.repo.replicated.places import home_of, places_of
 from tenuto.repo.repository import Repo
 from tenuto.seal.cipher import Identity, PackSealer
-from tenuto.sharding.slices import Region
 from tenuto.state.contract import Buffer
 from tenuto.store.contract import Bytes, Store
 
@@ -204,17 +204,13 @@ class EncodedCopy(PlaceCopy):
         with ExitStack() as opened:
             reader = LazyReader(self.repo, id, self.repo.table(manifest, rank))
             opened.callback(reader.close)
-
-            def read(row: int, start: int, out: Buffer) -> None:
-                reader.read(row, index.specs[row].path, _bytes_from(start, len(out)), 1, out)
-
             behind = None
             if baseline is not None and base is not None and self._transcoder.encoding.delta:
                 behind = _BaseReader(self._base_readers(base, rank), opened)
             made = TranscodedIndex(
                 self._transcoder,
                 index,
-                read,
+                rows_of(reader, index),
                 lambda segment: self._put_segment(id, segment),
                 token=token,
                 baseline=baseline,
@@ -254,7 +250,8 @@ class EncodedCopy(PlaceCopy):
     def _manifest(
         self, manifest: Manifest, made: Sequence[tuple[Index, Json]], tables: Sequence[IndexEntry]
     ) -> Manifest:
-        about = {**manifest.environment, "encoding": self._transcoder.about(made)}
+        saved = {SAVED: manifest.environment["encoding"]} if "encoding" in manifest.environment else {}
+        about = {**manifest.environment, "encoding": {**self._transcoder.about(made), **saved}}
         stored = stored_in(*(index for index, _ in made))
         new = replace(manifest, indexes=tuple(tables), environment=about, **stored)
         return signed(self.repo, new) if manifest.code else new
@@ -274,7 +271,7 @@ class _BaseReader:
                 if self._reader is None:
                     self._reader = self._makers.pop(0)()
                     self._opened.callback(self._reader.close)
-                self._reader.read(row, f"leaf {row}", _bytes_from(start, len(out)), 1, out)
+                self._reader.read(row, f"leaf {row}", bytes_from(start, len(out)), 1, out)
                 return True
             except (CheckpointNotFound, CorruptionError, StoreError):
                 self._reader = None  # the next place; without one, chunks are stored by themselves
@@ -364,7 +361,3 @@ def _is_signature(name: str, data: bytes, repository: str) -> bool:
         return objects.decode("note", name, data, repository).text("note") == SIGNED
     except CorruptionError:
         return False
-
-
-def _bytes_from(start: int, count: int) -> Region:
-    return Region(start, (count,), (1,), (False,), (count,))

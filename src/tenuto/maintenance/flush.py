@@ -25,7 +25,7 @@ from tenuto.engine.memory_tier.slot_file import LastingSlot
 from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
-from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, Superseded, TenutoError, typed
+from tenuto.errors import CheckpointNotFound, CorruptionError, KeyMissing, RankFailed, Superseded, TenutoError, typed
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Index, Manifest, Receipt
@@ -262,12 +262,20 @@ def _flushed(repo: Repo, run: str, state: Sequence[JudgedImage], report: Report 
 @contextmanager
 def opened_state(repo: Repo, state: Sequence[JudgedImage]) -> Iterator[tuple[list[Image], list[LastingSlot]]]:
     """Opens the images of a state, by rank, and takes their slots for as long as the block lasts. Raises Superseded
-    where a process holds one by now, CorruptionError where one is not what was sealed."""
+    where a process holds one by now, CorruptionError where one is not what was sealed, KeyMissing where they are to be
+    written unsealed and their repository is sealed."""
     with ExitStack() as stack:
         slots: list[LastingSlot] = []
         opened: list[Image] = []
         for one in state:
             assert one.found.footer is not None
+            if one.found.footer.keyed and repo.keys is None:
+                raise KeyMissing(
+                    f"what {one.found.footer.id} left in memory is of a sealed repository, and there are no keys in "
+                    f"{repo.url}: it would lie there unsealed",
+                    subject=repo.url,
+                    hint="put the newest object below keys/ back, from a copy of the repository",
+                )
             slots.append(stack.enter_context(_open_slot(one.found)))
             opened.append(_open(repo, slots[-1], one.found.footer))
             stack.callback(opened[-1].close)

@@ -17,6 +17,7 @@ from tenuto.maintenance.encoded_copy import resting_on
 from tenuto.maintenance.inspect import Scan, check_pack, inspect, scan
 from tenuto.maintenance.repair_pack import PackRecipe
 from tenuto.maintenance.repair_sources import Sources
+from tenuto.maintenance.tables_again import Found, index_again, manifest_again
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Manifest
 from tenuto.repo.encoded_places import is_encoded_in
@@ -168,6 +169,10 @@ def plan_repair(
     )
 
 
+def _nothing() -> Found | None:
+    return None
+
+
 class _Search:
     def __init__(self, sources: Sources, emitter: Emitter, threads: int) -> None:
         self.sources, self.repo = sources, sources.repo
@@ -204,12 +209,12 @@ class _Search:
         if manifest is None:
             return ()
         if manifest.boxes is not None:
-            self._table(id, manifest.boxes, words=EVERYTHING)
+            self._table(id, manifest.boxes, None, words=EVERYTHING)
         for rank, entry in enumerate(manifest.indexes):
             if len(manifest.indexes) > 1:
-                data = self._table(id, entry, words=f"all that rank {rank} has written")
+                data = self._table(id, entry, rank, words=f"all that rank {rank} has written")
             else:
-                data = self._table(id, entry, lost=tuple(leaf_paths(manifest.tree)))
+                data = self._table(id, entry, rank, lost=tuple(leaf_paths(manifest.tree)))
             if data is not None:
                 with suppress(CorruptionError):
                     self._packs(id, decode_table(data, id=id, rank=rank, repository=self.repo.id).index(manifest.tree))
@@ -258,13 +263,17 @@ class _Search:
             )
 
     def _table(
-        self, id: CheckpointId, entry: IndexEntry, *, lost: tuple[str, ...] = (), words: str = ""
+        self, id: CheckpointId, entry: IndexEntry, rank: int | None, *, lost: tuple[str, ...] = (), words: str = ""
     ) -> bytes | None:
+        """`rank`: whose index it is; None for the table of boxes, which every place has alike."""
+
         def right(data: bytes) -> bool:
             return len(data) == entry.length and digest(data) == entry.digest
 
         name = f"{id.directory}/{entry.name}"
-        return self._small(id, "table", name, right, limit=min(entry.length, MAX_INDEX), lost=lost, words=words)
+        again = _nothing if rank is None else partial(index_again, self.repo, id, rank, entry)
+        limit = min(entry.length, MAX_INDEX)
+        return self._small(id, "table", name, right, limit=limit, lost=lost, words=words, rebuild=again)
 
     def _is_begin(self, manifest: Manifest, data: bytes) -> bool:
         return (
@@ -278,7 +287,7 @@ class _Search:
         if identity is None:
             return
         for name in NAMES:
-            made = identity[0].encode(name)
+            made = REBUILT, identity[0].encode(name)
             self._small(None, "repository", name, partial(self._is_identity, name), rebuild=partial(_same, made))
 
     def _is_identity(self, name: str, data: bytes) -> bool:
@@ -309,7 +318,11 @@ class _Search:
                 return False
             return not isinstance(found, Aborted) and (begun is None or found.save_id == begun.save_id)
 
-        data = self._small(id, "manifest", id.manifest, own, limit=MAX_MANIFEST, words=EVERYTHING)
+        def again() -> Found | None:
+            damaged = _read(self.home, id.manifest, MAX_MANIFEST)[0] or b""
+            return manifest_again(self.repo, id, damaged, lambda name: _read(self.home, name, MAX_INDEX)[0])
+
+        data = self._small(id, "manifest", id.manifest, own, limit=MAX_MANIFEST, words=EVERYTHING, rebuild=again)
         found = None if data is None else decode_manifest(data, id, self.repo.id)
         assert not isinstance(found, Aborted), "own has looked"
         return found
@@ -324,11 +337,11 @@ class _Search:
         limit: int = objects.SMALL,
         lost: tuple[str, ...] = (),
         words: str = "",
-        rebuild: Callable[[], bytes | None] = lambda: None,
+        rebuild: Callable[[], Found | None] = _nothing,
     ) -> bytes | None:
         """Looks at an object in each place that has it; the home has to. Returns its bytes, from wherever they are
         right; None if nobody has them."""
-        whole: tuple[str, bytes] | None = None
+        whole: Found | None = None
         damaged: list[tuple[Store, str, int]] = []
         for place, store in enumerate(self.places if kind != "repository" else [self.home]):
             data, wrong = _read(store, name, limit)
@@ -341,9 +354,8 @@ class _Search:
             return whole[1] if whole is not None else None
         there = whole is not None
         if whole is None:
-            whole = next(self._elsewhere(name, right, limit), None)
-        if whole is None and (made := rebuild()) is not None:
-            whole = REBUILT, made
+            whole = next(self._elsewhere(kind, name, right, limit), None)
+        whole = whole or rebuild()
         for store, wrong, length in damaged:
             nbytes = length if whole is None else len(whole[1])
             self.mendings.append(
@@ -381,9 +393,14 @@ class _Search:
             or any(one.startswith(f"{rank}.") for one in there)
         )
 
-    def _elsewhere(self, name: str, right: Callable[[bytes], bool], limit: int) -> Iterator[tuple[str, bytes]]:
-        """Yields whole copies of a small object beyond the repository's own places."""
+    def _elsewhere(self, kind: Kind, name: str, right: Callable[[bytes], bool], limit: int) -> Iterator[Found]:
+        """Yields whole copies of a small object beyond the places that have the checkpoint as the home has it. Of the
+        others, tables have to have the digest that is known, and manifests and what begins them are their own."""
+        places = self.sources.places()
+        others = [one for one in places if one not in self.places] if kind in ("manifest", "begin") else []
         for source, store, other in self.sources.twins(self.home, name):
+            if store in others:
+                continue
             data, _ = _read(store, other, limit)
             if data is not None and right(data):
                 yield source, data
@@ -403,7 +420,7 @@ class _Search:
             digest(_read(self.home, f"{id.directory}/{one.name}", one.length)[0] or b"") == one.digest for one in tables
         )
 
-    def _begin(self, manifest: Manifest) -> bytes | None:
+    def _begin(self, manifest: Manifest) -> Found | None:
         """What a save says before it begins follows from what it has written."""
         names = [entry.name for entry in manifest.tables]
         try:
@@ -413,7 +430,8 @@ class _Search:
         except TenutoError:
             return None
         parent = None if record is None else record.parent
-        return encode_begin(Begin(manifest.id, manifest.save_id, tuple(names), parent, manifest.bases), self.repo.id)
+        begin = Begin(manifest.id, manifest.save_id, tuple(names), parent, manifest.bases)
+        return REBUILT, encode_begin(begin, self.repo.id)
 
     # -- packs ---------------------------------------------------------------------------------------------------------
 
@@ -519,5 +537,5 @@ def _is_object(kind: str, name: str, repository: str, data: bytes) -> bool:
     return True
 
 
-def _same(data: bytes) -> bytes:
-    return data
+def _same(found: Found) -> Found:
+    return found

@@ -40,7 +40,7 @@ from tenuto.maintenance.shared_packs import (
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord
 from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion
-from tenuto.repo.encoded_places import is_encoded_in
+from tenuto.repo.encoded_places import encoding_of_place, is_encoded_in
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.lineage import latest, resolve, walk
@@ -316,7 +316,9 @@ def heal(repo: Repo, name: str, place: Store) -> bool:
     assert id is not None, "it lies in a save"
     if not _is_ours(repo, place, id) or is_encoded_in(repo, place, id):
         return False
-    manifest, file = manifest_of(repo, id)[0], name.rpartition("/")[2]
+    (manifest, data), file = manifest_of(repo, id), name.rpartition("/")[2]
+    if encoding_of_place(manifest) is not None and not _is_of_home(repo, id, data):
+        return False  # it is whole, and only the manifest is damaged, in place of which a tier's has been read
     table = next((entry for entry in manifest.tables if entry.name == file), None)
     if table is not None:
         data = repo.index_bytes(id, table)
@@ -331,6 +333,13 @@ def heal(repo: Repo, name: str, place: Store) -> bool:
     if not (repo.exists(id) or home_of(repo.store).children(object_names.trash_directory(id)).objects):
         place.delete([name])
     return True
+
+
+def _is_of_home(repo: Repo, id: CheckpointId, data: bytes) -> bool:
+    try:
+        return home_of(repo.store).get(id.manifest, limit=MAX_MANIFEST) == data
+    except (ObjectNotFound, CorruptionError):
+        return False
 
 
 def _is_ours(repo: Repo, place: Store, id: CheckpointId) -> bool:

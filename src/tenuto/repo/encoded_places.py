@@ -4,16 +4,17 @@ and a manifest, indexes and data files that are that place's."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Final
 
-from tenuto.errors import CorruptionError, ObjectNotFound, StoreError, UsageError
+from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Manifest
 from tenuto.policy.encoding import Encoding
 from tenuto.repo.format.manifest import MAX_MANIFEST, decode_manifest
 from tenuto.repo.replicated.places import followers_of, home_of
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Store
+from tenuto.store.contract import Store, is_unreadable
 
 _FIELDS: Final = ("codec", "dedupe", "delta", "level")
 
@@ -40,9 +41,16 @@ def is_encoded_in(repo: Repo, place: Store, id: CheckpointId) -> bool:
         found = decode_manifest(theirs, id, repo.id)
         if not isinstance(found, Manifest) or encoding_of_place(found) is None:
             return False
-        return home_of(repo.store).get(id.manifest, limit=MAX_MANIFEST) != theirs
     except (ObjectNotFound, CorruptionError):
         return False
+    try:
+        return home_of(repo.store).get(id.manifest, limit=MAX_MANIFEST) != theirs
+    except ObjectNotFound:
+        return False
+    except (CorruptionError, StoreError) as error:
+        if isinstance(error, StoreError) and not is_unreadable(error):
+            raise
+        return True  # nobody knows what it was
 
 
 def stand_ins(repo: Repo, id: CheckpointId) -> Iterator[Repo]:
@@ -53,6 +61,25 @@ def stand_ins(repo: Repo, id: CheckpointId) -> Iterator[Repo]:
         except StoreError:
             continue
         if found:
-            there = Repo(place, repo.id, repo.chunk_bytes)
-            there.keys = repo.keys
-            yield there
+            yield _as_in(repo, place)
+
+
+def stand_in(repo: Repo, url: str) -> Repo | None:
+    """Returns the repository as the tier with this URL has it; None where it is not known here."""
+    return next((_as_in(repo, place) for place in followers_of(repo.store) if place.url == url), None)
+
+
+def source_of(repo: Repo, manifest: Manifest) -> Repo:
+    """Returns the repository as the place has it that this manifest was read from."""
+    if encoding_of_place(manifest) is not None:
+        for there in stand_ins(repo, manifest.id):
+            with suppress(CheckpointNotFound, CorruptionError, StoreError):
+                if there.manifest(manifest.id) == manifest:
+                    return there
+    return repo
+
+
+def _as_in(repo: Repo, place: Store) -> Repo:
+    there = Repo(place, repo.id, repo.chunk_bytes)
+    there.keys = repo.keys
+    return there

@@ -18,7 +18,6 @@ from tenuto.errors import RanksDisagree, RanksError, TenutoError, UsageError, in
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.contract import Ranks
-from tenuto.repo.format import object_names
 from tenuto.repo.ownership.claim import Attempt, joined
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
@@ -131,9 +130,6 @@ class EmergencyPlaces:
     def _announced(self, url: str, attempt: Attempt) -> bool:
         from tenuto.maintenance import emergency  # of no use to most trainings
 
-        if self._repo.had(object_names.KEYS):
-            self._report(f"{self._repo.url} is sealed, so nothing of it goes to the emergency location {url}")
-            return False
         try:
             work = partial(emergency.prepare, self._repo, url, attempt)
             within(emergency.ANSWER_S, f"announcing the run in {url}", work, subject=url)

@@ -147,6 +147,7 @@ def _leaves(paths: tuple[str, ...], number: int, words: str) -> str:
 
 
 def _print_report(repo: Repo, report: RepairReport) -> None:
+    from tenuto.repo.encoded_places import stand_ins
     from tenuto.units import count, size
 
     for one, error in report.failed:
@@ -157,6 +158,10 @@ def _print_report(repo: Repo, report: RepairReport) -> None:
         output.line(f"DAMAGED  {lost.id} stays damaged, and is noted so{_leaves(lost.lost, lost.count, lost.words)}")
         for way in _ways_out(repo, lost):
             output.story(f"more: {way}")
+    for id in dict.fromkeys(one.id for one in report.plan.hopeless if one.id is not None):
+        for there in stand_ins(repo, id):
+            copy = typed("tenuto", "cp", there.url, f"{id.run}/a{id.attempt}/{id.step}", repo.url)
+            output.story(f"more: {copy} --to-run NEWRUN brings all of {id} from the tier that has it")
     whole = 0 if report.verification is None else len(report.verification.checked) - len(report.quarantined)
     done = f"{count(len(report.repaired), 'object')} repaired, {size(report.bytes)}"
     output.line(f"{done}; {count(whole, 'checkpoint')} verified whole")

@@ -67,6 +67,8 @@ class Seal:
     created: str
     where: str
     ranks: int = 1
+    keyed: str = ""
+    """Where its repository has keys, the code of its save id by them: what is written of it is sealed, and by them."""
 
     @property
     def length(self) -> int:
@@ -115,6 +117,7 @@ def new_seal(
         created=now_text(),
         where=repo.url if len(json.dumps(repo.url)) <= _MAX_WHERE and repo.url.isascii() else "",
         ranks=ranks,
+        keyed="" if repo.keys is None else repo.keys.sign_object(save_id.encode()),
     )
 
 
@@ -136,6 +139,7 @@ def encode_seal(footer: Seal, name: str) -> bytes:
         "uid": footer.uid,
         "where": footer.where,
         **({} if footer.ranks == 1 else {"ranks": footer.ranks}),
+        **({"keyed": footer.keyed} if footer.keyed else {}),
     }
     data = objects.encode(KIND, name, body, footer.repository)
     assert len(data) <= MAX_PAYLOAD
@@ -167,6 +171,7 @@ def decode_seal(data: bytes, name: str) -> Seal:
         created=found.text("created"),
         where=found.text("where"),
         ranks=ranks,
+        keyed=found.text("keyed", limit=100) if "keyed" in found.values else "",
     )
 
 

@@ -20,6 +20,7 @@ from tenuto.codec.chunk_map import chunk_counts, chunk_sizes, chunk_starts
 from tenuto.codec.digest import digest
 from tenuto.codec.registry import codec
 from tenuto.concurrency.worker_threads import background_threads, lower_priority, parallel_for
+from tenuto.engine.read.lazy_reader import LazyReader
 from tenuto.engine.save.baseline import Baseline, keys_of
 from tenuto.engine.save.encoded_pack import PAGE, Filling, Segment
 from tenuto.engine.save.joined_chunks import Written, joined
@@ -33,6 +34,7 @@ from tenuto.repo.format.object_names import encoded_pack_file
 from tenuto.repo.format.safetensors import build_header
 from tenuto.repo.format.stored_chunks import MAX_CHUNK_BYTES, RAW
 from tenuto.seal.cipher import TAG, PackSealer
+from tenuto.sharding.slices import Region
 from tenuto.state.contract import Buffer
 
 BATCH_BYTES: Final = 8 << 20
@@ -75,7 +77,7 @@ class Transcoder:
             self._chosen[key] = names, self.checkpoints
         return names
 
-    def about(self, made: Sequence[tuple[Index, Json]]) -> Json:
+    def about(self, made: Sequence[tuple[Index, Json]]) -> dict[str, Json]:
         """Returns what a person may want to know of a checkpoint's encoding, for its manifest, and how the place is to
         be filled by who is not told. `made`: its indexes with what became of each."""
         encoding = self.encoding
@@ -122,6 +124,20 @@ class _Putting:
         if self._error is not None:
             raise self._error
         return self._segment.memory
+
+
+def rows_of(reader: LazyReader, index: Index) -> Read:
+    """Returns what reads the rows of the index of which `reader` has the table."""
+
+    def read(row: int, start: int, out: Buffer) -> None:
+        reader.read(row, index.specs[row].path, bytes_from(start, len(out)), 1, out)
+
+    return read
+
+
+def bytes_from(start: int, count: int) -> Region:
+    """Returns the region of so many bytes of a row."""
+    return Region(start, (count,), (1,), (False,), (count,))
 
 
 class TranscodedIndex:

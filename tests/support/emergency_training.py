@@ -1,0 +1,103 @@
+"""Trainings with an emergency place whose own store is full, or hangs, on command, in real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TRAIN = """
+import os, pathlib, signal, sys, time, numpy as np, tenuto
+from tenuto import every, on
+from tenuto.crashpoints import armed
+np.random.seed(0)
+state = {"w": np.zeros(1000)}
+def step_of(state):
+    state["w"] += np.random.rand(1000)
+def trouble(kind):
+    if kind == "gone":  # not mounted any more
+        os.rename("ckpts", "away")
+    pathlib.Path("trouble.new").write_text(kind)
+    os.rename("trouble.new", "trouble")
+more = dict(save=every(steps=1000) | on.signal() | on.end(), emergency=["other"], emergency_after=0.5)
+"""
+LOOP = """
+with tenuto.Checkpointer("ckpts", state, **more) as ckpt:
+    for step in ckpt.steps(20):
+        step_of(state)
+        if step == 7 and (kind := os.environ.get("KIND")):
+            trouble(kind)
+            os.kill(os.getpid(), signal.SIGTERM)
+print(ckpt.step, state["w"].tobytes().hex()[:64])
+"""
+
+
+def ran(
+    directory: Path, script: str, environment: dict[str, str], *, status: int = 0, **more: str
+) -> subprocess.CompletedProcess[str]:
+    (directory / "train.py").write_text(TRAIN + script)
+    command, env = [sys.executable, "train.py"], {**environment, **more}
+    done = subprocess.run(command, cwd=directory, env=env, text=True, capture_output=True, timeout=100, check=False)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def untouched(tmp_path: Path, environment: dict[str, str]) -> str:
+    (tmp_path / "alone").mkdir()
+    return ran(tmp_path / "alone", LOOP, environment).stdout
+
+
+def answers(tmp_path: Path) -> None:
+    (tmp_path / "trouble").unlink()
+    if (tmp_path / "away").exists():
+        (tmp_path / "away").rename(tmp_path / "ckpts")
+
+
+def place(tmp_path: Path, name: str = "other") -> Path:
+    (found,) = (tmp_path / name).iterdir()
+    return found
+
+
+KEPT_IN_MEMORY = """
+with tenuto.Checkpointer("ckpts", state, memory=every(steps=1), **more) as ckpt:
+    for step in ckpt.steps(20):
+        step_of(state)
+        if step == 7 and (kind := os.environ.get("KIND")):
+            while ckpt.stats.kept_in_memory < 7:
+                time.sleep(0.01)
+            kind == "ok" or trouble(kind)
+            raise ValueError("bad data")
+print(ckpt.step, state["w"].tobytes().hex()[:64])
+"""
+
+RANKS = """
+rank = int(sys.argv[1])
+more |= dict(ranks=tenuto.SharedFiles("meet", rank=rank, world_size=2), ranks_timeout=30.0)
+if os.environ.get("OWN"):
+    more["emergency"] = os.path.realpath("node-0/other")
+    if rank:  # another disk under the same path
+        from tenuto.maintenance import emergency
+        whole = emergency.open_place
+        emergency.open_place = lambda url, repo: whole(url.replace("node-0", "node-1"), repo)
+with tenuto.Checkpointer("ckpts", state, **more) as ckpt:
+    for step in ckpt.steps(int(os.environ["STEPS"])):
+        step_of(state)
+        time.sleep(0.005 if "KIND" in os.environ else 0)
+        if step == 7 and rank == 1 and (kind := os.environ.get("KIND")):
+            trouble(kind)
+            os.kill(os.getpid(), signal.SIGTERM)
+print(ckpt.step, state["w"].tobytes().hex()[:64])
+"""
+
+
+def ranks_ran(directory: Path, environment: dict[str, str], **more: str) -> list[tuple[int, str, str]]:
+    (directory / "train.py").write_text(TRAIN + RANKS)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "train.py", str(rank)], cwd=directory, env={**environment, **more}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=100) for process in processes]
+    return [(process.returncode, out, err) for process, (out, err) in zip(processes, said, strict=True)]
