@@ -204,7 +204,7 @@ def histories(
         derandomize=number is None,
         phases=phases,
         suppress_health_check=list(HealthCheck),
-        verbosity=Verbosity.quiet,
+        verbosity=Verbosity.normal,
         print_blob=False,
     )
     machine = type("Histories", (product,), {})

@@ -241,8 +241,8 @@ class Product(HistoryRules):
         if name in self.model.flips:
             return
         if name.endswith((".safetensors", ".pack")):
-            # `load` leaves out what belonged to one process alone: the bit is the header's or the weights'. Who rests
-            # on the file needs no header.
+            # `load` leaves out what belonged to one process alone: the bit is the header's, which who rests on the file
+            # needs too, or the weights'.
             others = sorted(self.model.needers(id, lambda one: False))
             chunks = (
                 [one for one in self.world.places(id, "w", "frozen") if one[0] == name]
@@ -251,12 +251,12 @@ class Product(HistoryRules):
             )
             if not chunks and (others or id in self.model.trash):
                 return
-            if bit % 2 and not others:
+            if bit % 2 or not chunks:
                 at %= 4096
             else:
                 _, start, length = chunks[at % len(chunks)]
                 at = start + at % length
-                harmed += [one for one in others if one not in self.model.trash and self.world.uses(one, name, at)]
+            harmed += [one for one in others if one not in self.model.trash and self.world.uses(one, name, at)]
         self.world.flip(name, at, bit)
         self.model.flips[name] = (at, bit)
         if name == id.manifest:

@@ -232,8 +232,10 @@ class World:
         ]
 
     def uses(self, id: CheckpointId, name: str, at: int) -> bool:
-        """Whether a byte of a data file is one that the checkpoint needs."""
-        return any(name == one and start <= at < start + length for one, start, length in self.places(id))
+        """Whether a byte of a data file is one that the checkpoint needs: of a chunk, or of the header."""
+        packs = self.repo.index(self.repo.manifest(id), 0).packs
+        headers = [(f"{(pack.at or id).directory}/{pack.name}", 0, pack.header_length) for pack in packs]
+        return any(name == one and start <= at < start + length for one, start, length in headers + self.places(id))
 
     def names(self, prefix: str = "") -> list[str]:
         return sorted(name for name in self.store.place.objects if name == prefix or name.startswith(f"{prefix}/"))
