@@ -75,7 +75,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 LONGEST = [
+    "e2e/test_sealed_emergency_places.py",
     "crash/test_rank_crashes.py",
+    "unit/encoding/test_repack.py",
+    "multiprocess/test_ranks_encoded_tier.py",
     "e2e/test_emergency_places.py",
     "e2e/test_run.py",
     "snapshots/test_cli.py",

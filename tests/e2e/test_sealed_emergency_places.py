@@ -3,6 +3,7 @@ from there that a holder of these has not put. Real processes; the store is full
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -335,6 +336,7 @@ def test_a_supervisor_writes_nothing_there_that_it_cannot_seal(
     assert re.search(said, first.stderr) and "saved from memory" not in first.stderr, first.stderr
     assert not list((tmp_path / "other").rglob("rank-*"))
     answers(tmp_path)
-    found = command(tmp_path, {**environment, **given}, "ls", "--memory")
-    assert re.search(rf"a0001 +7 .*a restart resumes from it +{tmp_path}/ckpts", found), found
+    images = json.loads(command(tmp_path, {**environment, **given}, "ls", "--memory", "--json"))["images"]
+    (newest,) = [one for one in images if one["where"] == f"{tmp_path}/ckpts" and one["checkpoint"]["step"] == 7]
+    assert newest["state"] == "a restart resumes from it", newest
     command(tmp_path, environment, "memory", "clear", "ckpts", "--yes")

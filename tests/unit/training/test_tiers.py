@@ -112,8 +112,9 @@ def train(place: Any, steps: int, **more: Any) -> None:
 
 def steps_in(place: Path) -> list[int]:
     """The checkpoints that lie there whole: data file and manifest."""
-    found = {int(path.parent.name[5:]) for path in place.rglob("manifest.json")}
-    return sorted(found & {int(path.parent.name[5:]) for path in place.rglob("*.safetensors")})
+    runs = place / "runs"  # other directories come and go meanwhile
+    found = {int(path.parent.name[5:]) for path in runs.rglob("manifest.json")}
+    return sorted(found & {int(path.parent.name[5:]) for path in runs.rglob("*.safetensors")})
 
 
 def assert_holds(place: Any, step: int) -> None:
