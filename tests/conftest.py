@@ -131,7 +131,6 @@ LONGEST = [
     "unit/training/test_tiers_in_trouble.py",
     "e2e/test_resume_ranks.py",
     "unit/report/test_report.py",
-    "unit/encoding/test_repack.py",
     "unit/encoding/test_any_state.py",
     "e2e/test_emergency.py",
     "unit/encoding/test_sealed_saves.py",
