@@ -41,10 +41,11 @@ from tenuto.training.arguments import (
 from tenuto.training.emergency import AFTER_S, Places
 from tenuto.training.exit_status import before_exit, leaving_with
 from tenuto.training.loops import Batches, Epochs, Steps
-from tenuto.training.preemption import report_nothing_to_do, save_sealed, warn_of_epochs
+from tenuto.training.preemption import report_nothing_to_do, save_sealed
 from tenuto.training.snapshot import check_platform
 from tenuto.training.stats import Stats
 from tenuto.training.training_session import CLOSE_DEADLINE_S, TrainingSession
+from tenuto.training.uncounted import warn_of_epochs
 
 
 class NullTraining:

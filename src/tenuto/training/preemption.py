@@ -20,7 +20,6 @@ from tenuto import events, log_lines
 from tenuto.concurrency.interruption import interrupt, when_undone
 from tenuto.errors import DeadlineExceeded, TenutoError
 from tenuto.events import Leaving, NothingToDo, SignalReceived
-from tenuto.policy.save import EveryEpochs, parts_of
 from tenuto.training.exit_status import leaving_with
 from tenuto.training.saves import RunSaver
 
@@ -98,16 +97,6 @@ def report_nothing_to_do(saving: RunSaver, done: int, total: int, unit: str) -> 
     """Reports a run that was complete before its loop began."""
     if 0 < done >= total:
         saving.emit(NothingToDo(saving.run, done, total, unit))
-
-
-def warn_of_epochs(saving: RunSaver) -> None:
-    """Warns, in a loop that does not report the end of epochs, of policies that save there."""
-    for part in parts_of(saving.policy):
-        if isinstance(part, EveryEpochs):
-            saving.warn(
-                f"{part!r} saves nothing here: only the loop of epochs() knows where one ends, or "
-                "one of your own that says ckpt.step_done(epoch_ended=…) after each step"
-            )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,21 +26,18 @@ from tenuto.training import fresh_start, run_registry
 from tenuto.training.arguments import Settings
 from tenuto.training.loops import Epochs, Steps
 from tenuto.training.pending_saves import LateMetricTrigger, PendingRequests
-from tenuto.training.preemption import PreemptionHandler, await_saves, warn_of_epochs, warn_of_unsaved
+from tenuto.training.preemption import PreemptionHandler, await_saves, warn_of_unsaved
 from tenuto.training.resume import RunClaim
 from tenuto.training.saves import RunSaver
 from tenuto.training.session_probe import SessionProbe, known_proof, session_probe
-from tenuto.training.snapshot import UNCOUNTED, Snapshots, StateMark
+from tenuto.training.snapshot import Snapshots, StateMark
 from tenuto.training.stale_counts import StaleCounts
+from tenuto.training.uncounted import UncountedBatches, warn_of_epochs
 
 CLOSE_DEADLINE_S = 600.0
 GIVE_BACK_S = 20.0
 """The part of the time given to `close` that is reserved for giving the run back."""
 STOPPED = "stop() was called"
-COUNTED_FORMS = (
-    "Take them from ckpt.batches, inside ckpt.steps(n) or ckpt.epochs(n); in a loop of your own pass data that counts "
-    "by itself and iterate that: tenuto.torch.resumable(loader), or anything with state_dict and load_state_dict"
-)
 
 
 class TrainingSession:
@@ -77,8 +74,7 @@ class TrainingSession:
         self._preemption = PreemptionHandler(self._signal_came, catch=catch)
         self._foreign_loop = False
         """Whether a loop of the user's own calls `step_done`."""
-        self._warned_of_uncounted = False
-        self._warned_of_unused = False
+        self._uncounted = UncountedBatches(saving, position)
         self._stale_counts = StaleCounts(snapshots.state)
         self._requests = PendingRequests(self, saving, snapshots)
         self._late_metrics = LateMetricTrigger(self, saving, snapshots)
@@ -292,20 +288,8 @@ class TrainingSession:
         self.complete_step(epoch_ended=bool(epoch_ended))
         self._late_metrics.mark()
 
-    def _warn_of_uncounted_batches(self) -> None:
-        """Warns, once, of a save where there is data and the loop takes its batches past it."""
-        if self.position.uncounted and not self._warned_of_uncounted:
-            self._warned_of_uncounted = True
-            self.saving.warn(f"a resume is not exact: {UNCOUNTED}. {COUNTED_FORMS}")
-
     def epoch_was_one_step(self) -> None:
-        """Warns, once, of an epoch whose batches were not taken from the data that is given: none of them is a step."""
-        if not self._warned_of_unused:
-            self._warned_of_unused = True
-            self.saving.warn(
-                "the epoch took no batch from ckpt.batches and counts as one step: saves come at the end of an epoch, "
-                "and every(steps=) counts epochs. `for batch in ckpt.batches` counts each batch"
-            )
+        self._uncounted.warn_of_one_step()
 
     # -- what the user asks for ----------------------------------------------------------------------------------------
 
@@ -389,7 +373,7 @@ class TrainingSession:
     ) -> Save | None:
         """Takes a save of the state as it is now; the rest as in `RunSaver.take`."""
         due_s = time.monotonic()
-        self._warn_of_uncounted_batches()
+        self._uncounted.warn()
         flattened = self._snapshots.now()
         about = self._snapshots.about(parent=self._parent, metrics=self.metrics, reason=reason)
         if stale := self._stale_counts.check(self.step, self.position.counters.epoch, flattened.sources):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,18 @@ _SMALLER: Final = 1.05
 _FASTER: Final = 1.25
 """By how much encoding has to make a state smaller, and be faster than the place, for `auto` to encode: its rate was
 measured while the threads of a capture, and perhaps training, wanted the same cores at another share."""
+
+
+class Body(NamedTuple):
+    """A new chunk as it will be stored. `base`: the chunk of the baseline that it is decoded from, or -1."""
+
+    codec: str
+    data: memoryview | bytes
+    base: int
+    digest: bytes = b""
+    """Of the data, where it is known already."""
+    master: int = -1
+    """The chunk of this save whose rounding it is decoded from, or -1."""
 
 
 @dataclass(frozen=True, slots=True)

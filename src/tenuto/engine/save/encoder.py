@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from tenuto.engine.save.baseline import Baseline, baseline_in, baseline_of, keys
 from tenuto.engine.save.encoded_pack import (
     PAGE,
     STRAIGHT_BYTES,
+    Body,
     Filling,
     Rates,
     Segment,
@@ -65,18 +66,6 @@ _SAMPLES: Final = 8
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-class Body(NamedTuple):
-    """A new chunk as it will be stored. `base`: the chunk of the baseline that it is decoded from, or -1."""
-
-    codec: str
-    data: memoryview | bytes
-    base: int
-    digest: bytes = b""
-    """Of the data, where it is known already."""
-    master: int = -1
-    """The chunk of this save whose rounding it is decoded from, or -1."""
 
 
 class StateEncoder:
