@@ -256,7 +256,7 @@ class Product(HistoryRules):
             else:
                 _, start, length = chunks[at % len(chunks)]
                 at = start + at % length
-            harmed += [one for one in others if one not in self.model.trash and self.world.uses(one, name, at)]
+            harmed += [one for one in others if self.world.uses(one, name, at)]
         self.world.flip(name, at, bit)
         self.model.flips[name] = (at, bit)
         if name == id.manifest:

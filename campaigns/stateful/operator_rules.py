@@ -79,6 +79,10 @@ class OperatorRules(RuleBasedStateMachine):
             self.model.forget(id)
             return
         self.model.remove(id)
+        if id.manifest in self.model.flips:  # what has rotted lies in the trash as it is
+            (name,) = self.world.names(object_names.trash_directory(id))
+            self.model.flips[name] = self.model.flips.pop(id.manifest)
+            self.model.damaged[id] = self.model.damaged[id] - {id.manifest} | {name}
         if self.world.names(mark_directory(id)):
             self.model.marked[id] = self.world.now_s
             if any(mark.by == "needed" for mark in valid_marks(self.world.repo, census_of(self.world.repo, id))):
@@ -89,6 +93,7 @@ class OperatorRules(RuleBasedStateMachine):
         self.model.commit(id, state)
         self.model.created[id] = created_s
         self.model.bases[id] = frozenset(self.world.repo.manifest(id).bases)
+        self.world.needs(id)
         for name, (at, _) in self.model.flips.items():
             if self.world.uses(id, name, at):  # what it has named instead of writing it had rotted by then
                 self.model.damaged.setdefault(id, set()).add(name)

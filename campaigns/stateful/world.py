@@ -189,6 +189,7 @@ class World:
         self.store = MemoryStore(f"stateful-{os.getpid()}-{next(_names)}")
         self.repo = Repo.create_or_open(self.store, chunk_bytes=CHUNK)
         self.hours = self.ahead_s = 0.0
+        self._needs: dict[CheckpointId, list[tuple[str, int, int]]] = {}
 
     @property
     def now_s(self) -> float:
@@ -231,11 +232,18 @@ class World:
             )
         ]
 
+    def needs(self, id: CheckpointId) -> list[tuple[str, int, int]]:
+        """What a checkpoint needs of data files, as `places` has it: all chunks, and the headers. Read once, when it
+        has been saved: later it may lie in the trash, or have rotted."""
+        if id not in self._needs:
+            packs = self.repo.index(self.repo.manifest(id), 0).packs
+            headers = [(f"{(pack.at or id).directory}/{pack.name}", 0, pack.header_length) for pack in packs]
+            self._needs[id] = headers + self.places(id)
+        return self._needs[id]
+
     def uses(self, id: CheckpointId, name: str, at: int) -> bool:
-        """Whether a byte of a data file is one that the checkpoint needs: of a chunk, or of the header."""
-        packs = self.repo.index(self.repo.manifest(id), 0).packs
-        headers = [(f"{(pack.at or id).directory}/{pack.name}", 0, pack.header_length) for pack in packs]
-        return any(name == one and start <= at < start + length for one, start, length in headers + self.places(id))
+        """Whether a byte of a data file is one that the checkpoint needs."""
+        return any(name == one and start <= at < start + length for one, start, length in self.needs(id))
 
     def names(self, prefix: str = "") -> list[str]:
         return sorted(name for name in self.store.place.objects if name == prefix or name.startswith(f"{prefix}/"))
