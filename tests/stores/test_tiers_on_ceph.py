@@ -145,8 +145,9 @@ class TestRanks(OnServer):
             ranks[0].until("^bucket has ")
             reached = int(ranks[0].until("^step ").split()[1])
         with self.lives(tmp_path, place, 1000, of) as ranks:
-            # From the disks, where a rank was killed before it had the step in memory that is committed there.
-            resumed = re.search(rf"at step (\d+) from (memory|{tmp_path}/)", ranks[0].until("resumed run main"))
+            # A rank may have been killed before it had the step in memory that is committed on the disks.
+            where = rf"(memory|the memory of \d+ of {of} ranks and {tmp_path}/|{tmp_path}/)"
+            resumed = re.search(rf"at step (\d+) from {where}", ranks[0].until("resumed run main"))
             assert resumed is not None, ranks[0].lines
             assert int(resumed[1]) >= reached - 1
             in_bucket = int(ranks[0].until("^bucket has ").split()[2])

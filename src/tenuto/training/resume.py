@@ -433,8 +433,9 @@ class RunClaim:
         read = places_read(self._repo.store, result.id.directory)
         in_memory = None if result.ranks is None else result.ranks.parts.get("memory_bytes")
         if in_memory is not None:
-            some = f" ({sum(map(bool, in_memory.each))} of {len(in_memory.each)})" if in_memory.each else ""
-            read = [f"the memory of ranks{some}", *(read or [self._repo.url])]
+            each = in_memory.each
+            some = f"{sum(map(bool, each))} of {len(each)}" if each else "some"
+            read = [f"the memory of {some} ranks", *(read or [self._repo.url])]
         where, age_s = " and ".join(read) or self._repo.url, None if image is None else image.footer.age_s
         base = None if image is None else image.verdict.base
         verdict, run = self._verdict(), run_key(self._run)
