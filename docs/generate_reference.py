@@ -85,9 +85,21 @@ HIDDEN = {
 OF_ERRORS = ("TenutoError", "TenutoWarning")
 
 
+class RecordsAreDataclasses(griffe.Extension):
+    """`@record` is read as the `@dataclass` that it makes."""
+
+    def on_class_instance(self, *, cls: Any, **_: Any) -> None:
+        for decorator in cls.decorators:
+            if str(decorator.value).partition("(")[0] == "record":
+                decorator.value = griffe.ExprName("dataclasses.dataclass")
+                cls.labels.add("dataclass")
+
+
 def pages() -> dict[str, str]:
     """Every page by its name."""
-    package = griffe.load("tenuto", search_paths=[SOURCES], submodules=True)
+    package = griffe.load(
+        "tenuto", search_paths=[SOURCES], submodules=True, extensions=griffe.load_extensions(RecordsAreDataclasses)
+    )
     return {
         "README.md": HEAD + "\n".join(contents(package)),
         **{name: HEAD + "\n".join(group(package, *about)) for name, about in GROUPS.items()},
@@ -270,7 +282,7 @@ def sinks(package: Any) -> Iterator[str]:
 def events(package: Any) -> Iterator[str]:
     from tenuto import events as told
 
-    yield "# `tenuto.events`\n\nWhat sinks receive, each a frozen dataclass.\n"
+    yield "# `tenuto.events`\n\nWhat sinks receive, each a dataclass that type checkers take for frozen.\n"
     yield from example("tenuto.events")
     for name, found in package["events"].members.items():
         if not found.is_alias and found.is_class and issubclass(getattr(told, name), told.Event):

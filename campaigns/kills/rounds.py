@@ -16,6 +16,7 @@ from tenuto.demo.runner import UNTOUCHED, Kill, Outcome, Plan, Runner, draw_kill
 from tenuto.maintenance.flush import execute, plan_flush
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.policy.encoding import Preset
+from tenuto.record import record
 from tenuto.repo.lineage import latest, resolve
 
 Capture = Literal["eager", "fenced"]
@@ -31,7 +32,7 @@ SELDOM_S: Final = 0.005
 WITH_STARTS: Final = ("save", "step", "save", "step", "start", "step", "save", "step", "save", "start")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Flush:
     """A flush of memory by another process: killed at a named point or a moment (in [0, 1), a share of its time), or
     not killed."""
@@ -40,7 +41,7 @@ class Flush:
     moment: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlacedKill(Kill):
     """A kill during a "save", a "step", a "start" (before the first step) or a phase of the protocol.
 
@@ -55,7 +56,7 @@ class PlacedKill(Kill):
     then: Flush | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RoundPlan(Plan):
     """The plan of a round. `capture`, `encoding`: the Checkpointer's arguments."""
 
@@ -63,7 +64,7 @@ class RoundPlan(Plan):
     encoding: Preset = "plain"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ending:
     """The phase in which a process ended, according to its trace, and the point where it killed itself."""
 
@@ -71,7 +72,7 @@ class Ending:
     point: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Flushed:
     """A flush of the memory that life number `after` left. `written`: whether it added a checkpoint."""
 
@@ -81,7 +82,7 @@ class Flushed:
     written: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Round:
     """The outcome of a round, with the ending of each of its processes."""
 

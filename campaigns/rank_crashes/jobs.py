@@ -130,8 +130,7 @@ class RankProgram(Program):
 
         def at(path: str) -> Store:
             local = LocalStore(path, filesystem=filesystem)
-            if replicated is not None:
-                local._directories._lock = Lock(self.running_scheduler)  # type: ignore[assignment]
+            local._directories._lock = Lock(self.running_scheduler)  # type: ignore[assignment]
             return self.seeded.around(rank, RetryingStore(local, Patience(wait_s=0.0)))
 
         if replicated is None:

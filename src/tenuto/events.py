@@ -21,14 +21,15 @@ from tenuto import log_lines
 from tenuto.errors import TenutoWarning, UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.timing import RankTimings, Timing
+from tenuto.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Event:
     """The base class of all events."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AttemptClaimed(Event):
     """This process owns the run from now on. `parent`: the checkpoint that it resumed from."""
 
@@ -37,7 +38,7 @@ class AttemptClaimed(Event):
     parent: CheckpointId | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SaveStarted(Event):
     """A save begins. `reason`: what asked for it, in words."""
 
@@ -48,7 +49,7 @@ class SaveStarted(Event):
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Captured(Event):
     """The state is copied and training continues. `stall_s`: seconds the training thread was blocked."""
 
@@ -57,7 +58,7 @@ class Captured(Event):
     arena: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Progress(Event):
     """The bytes moved so far by a save, a restore or a verification (`phase`)."""
 
@@ -67,7 +68,7 @@ class Progress(Event):
     total: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PackWritten(Event):
     """A data file of a save is written and flushed; `seconds` is how long that took."""
 
@@ -77,7 +78,7 @@ class PackWritten(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Committed(Event):
     """A checkpoint exists, durably."""
 
@@ -89,7 +90,7 @@ class Committed(Event):
     """Where the time went."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SavedToMemory(Event):
     """The state is complete and sealed in memory: it survives the process, not the machine.
 
@@ -105,7 +106,7 @@ class SavedToMemory(Event):
     """The digest of the whole state: equal for equal states."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RestoredFromMemory(Event):
     """Training resumes from an image in memory that was sealed `age_s` seconds ago.
 
@@ -117,7 +118,7 @@ class RestoredFromMemory(Event):
     base: CheckpointId | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SaveFailedEvent(Event):
     """A save ended without a checkpoint. `phase`: what it was doing."""
 
@@ -128,7 +129,7 @@ class SaveFailedEvent(Event):
     """What to type or to look at."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SaveSkipped(Event):
     """A save that was due was not taken, for `reason`."""
 
@@ -137,7 +138,7 @@ class SaveSkipped(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SaveDelayed(Event):
     """A due save blocked training for `seconds` until the save before it was written."""
 
@@ -146,7 +147,7 @@ class SaveDelayed(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CandidateSkipped(Event):
     """A restore skipped a checkpoint because it is damaged."""
 
@@ -154,7 +155,7 @@ class CandidateSkipped(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RestoredEvent(Event):
     """A checkpoint was restored, every byte verified."""
 
@@ -167,7 +168,7 @@ class RestoredEvent(Event):
     """Where the time went on each rank, for a run with several ranks."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Resumed(Event):
     """Training resumes from a checkpoint or from memory.
 
@@ -188,7 +189,7 @@ class Resumed(Event):
     run: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PassedOver(Event):
     """A restore passed over the newest checkpoints of a run, since they are damaged.
 
@@ -200,7 +201,7 @@ class PassedOver(Event):
     taken: CheckpointId | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WaitingForOwner(Event):
     """A claim has waited two seconds for the process that owns the run.
 
@@ -215,7 +216,7 @@ class WaitingForOwner(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NothingToDo(Event):
     """A loop found the run where it was to end. done, total: completed, and asked for, in `unit` ("step" or
     "epoch")."""
@@ -226,7 +227,7 @@ class NothingToDo(Event):
     unit: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SignalReceived(Event):
     """A signal asked this process to leave; `step` is completed. in_step: the one after it is finished first."""
 
@@ -236,7 +237,7 @@ class SignalReceived(Event):
     in_step: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Leaving(Event):
     """This process leaves because of a signal. step: the last completed one. saved: the newest committed checkpoint.
     status: the exit status, None where an earlier handler of that signal decides it."""
@@ -249,7 +250,7 @@ class Leaving(Event):
     status: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RanksBehind(Event):
     """Rank 0 has waited `seconds` for `ranks` in `phase`. Emitted after two seconds, then each time the wait has
     doubled.
@@ -266,7 +267,7 @@ class RanksBehind(Event):
     doing: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Removed(Event):
     """Retention removed a checkpoint. `reason`: why the policy does not keep it. `where`: the place that it is removed
     from."""
@@ -276,7 +277,7 @@ class Removed(Event):
     where: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TierLag(Event):
     """How far a tier that is filled in the background is behind.
 
@@ -293,7 +294,7 @@ class TierLag(Event):
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TierSkipped(Event):
     """A tier does not get a checkpoint that was due there."""
 
@@ -302,7 +303,7 @@ class TierSkipped(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeafDemoted(Event):
     """A leaf that was to be copied in the background is captured eagerly from now on."""
 
@@ -310,7 +311,7 @@ class LeafDemoted(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Warned(Event):
     """Something a person should know; training continues.
 

@@ -31,7 +31,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def test_what_the_store_does_not_take_at_a_signal_is_resumed_bit_for_bit(
     tmp_path: Path, environment: dict[str, str], kind: str
 ) -> None:
-    expected = untouched(tmp_path, environment)
+    expected = untouched()
     first = ran(tmp_path, LOOP, environment, status=143, KIND=kind)
     assert "step 8 of run main is saved in the emergency location" in first.stderr
     answers(tmp_path)
@@ -53,7 +53,7 @@ def test_the_end_of_a_training_is_not_lost_on_a_full_disk(tmp_path: Path, enviro
     assert "step 20 of run main is saved in the emergency location" in first.stderr
     answers(tmp_path)
     second = ran(tmp_path, script, environment)
-    assert "took over step 20" in second.stderr and second.stdout == untouched(tmp_path, environment)
+    assert "took over step 20" in second.stderr and second.stdout == untouched()
 
 
 def test_a_start_that_finds_no_room_for_it_leaves_nothing_behind(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -77,13 +77,13 @@ def test_a_kill_in_the_middle_of_an_emergency_save_leaves_nothing_torn(
     copy = Repo.open(open_store(place(tmp_path)))
     assert copy.committed("main", 1) == [] and copy.steps("main", 1) == [8]
     second = ran(tmp_path, LOOP, environment)
-    assert second.stdout == untouched(tmp_path, environment)
+    assert second.stdout == untouched()
     assert not list(place(tmp_path).rglob("*.safetensors")), "what was begun is freed"
     assert_whole(copy)
 
 
 def test_a_kill_in_the_middle_of_taking_over_loses_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
-    expected = untouched(tmp_path, environment)
+    expected = untouched()
     ran(tmp_path, LOOP, environment, status=143, KIND="full")
     answers(tmp_path)
     for point in ("attempt claimed", "copies put, none visible", "emergency checkpoint taken over, still in its place"):
@@ -161,7 +161,7 @@ def test_an_error_makes_the_newest_sealed_state_durable(tmp_path: Path, environm
         [*TENUTO, "memory", "clear", "ckpts", "--yes"], cwd=tmp_path, env=environment, capture_output=True, check=False
     )
     second = ran(tmp_path, KEPT_IN_MEMORY, environment)
-    assert second.stdout == untouched(tmp_path, environment)
+    assert second.stdout == untouched()
     assert ("took over step 7" in second.stderr) == (kind != "ok"), second.stderr
     assert "resumed run main at step 7 from" in second.stderr
 
@@ -188,7 +188,7 @@ def test_a_supervisor_that_gives_up_puts_it_there_and_its_next_start_takes_it_ov
     second = finished(tmp_path, script, "--emergency", str(tmp_path / "other"), variables=named)
     assert "took over step 7" in second.stderr and second.returncode == 0, second.stderr
     assert "passed over" not in second.stderr
-    assert second.stdout == untouched(tmp_path, environment)
+    assert second.stdout == untouched()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
@@ -212,7 +212,7 @@ def test_a_newer_state_in_memory_is_resumed_from(tmp_path: Path, environment: di
     third = ran(tmp_path, loop, environment)
     assert "took over" not in third.stderr, third.stderr
     assert re.search(r"resumed run main at step 1[0-2] from memory", third.stderr), third.stderr
-    assert third.stdout == untouched(tmp_path, environment)
+    assert third.stdout == untouched()
 
 
 def test_a_place_that_cannot_be_used_is_said_at_the_start_and_the_next_one_is_used(
@@ -322,4 +322,4 @@ def test_a_supervisor_whose_training_has_saved_elsewhere_flushes_nothing_older(
     assert not (tmp_path / "trouble").exists()
     second = ran(tmp_path, loop, environment)
     assert "took over step 8" in second.stderr and "left alone" not in second.stderr, second.stderr
-    assert second.stdout == untouched(tmp_path, environment)
+    assert second.stdout == untouched()

@@ -3,23 +3,26 @@ from there that a holder of these has not put. Real processes; the store is full
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import tenuto
 from support.emergency_training import KEPT_IN_MEMORY, LOOP, TRAIN, answers, place, ran, ranks_ran, untouched
-from support.supervised import TENUTO, finished
+from support.supervised import finished
 from support.troubled_store import variables
+from tenuto.cli import main
 from tenuto.errors import KeyMissing
 from tenuto.maintenance.verify import assert_whole
 from tenuto.model import canonical_json
@@ -32,17 +35,19 @@ from tenuto.store.registry import open_store
 def environment(tmp_path: Path) -> dict[str, str]:
     """The repository `ckpts` is sealed, and `key` opens it."""
     found = {**os.environ, **variables(tmp_path), "TENUTO_KEY_FILE": str(tmp_path / "key")}
-    keyless = {name: value for name, value in found.items() if name != "TENUTO_KEY_FILE"}
-    ran(tmp_path, 'tenuto.save({"a": 1}, "ckpts", run="first")', keyless)
+    tenuto.save({"a": 1}, tmp_path / "ckpts", run="first")
     command(tmp_path, found, "key", "add", "ckpts", "--key-file", "key")
     return found
 
 
-def command(directory: Path, environment: dict[str, str], *words: str | Path, status: int = 0) -> str:
-    run = [*TENUTO, *map(str, words)]
-    done = subprocess.run(run, cwd=directory, env=environment, text=True, capture_output=True, check=False)
-    assert done.returncode == status, done
-    return done.stdout + done.stderr
+def command(directory: Path, environment: dict[str, str], *words: str | Path) -> str:
+    """Types a command, in this process. Returns what it prints."""
+    printed = io.StringIO()
+    with contextlib.chdir(directory), mock.patch.dict(os.environ, environment, clear=True):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as end:
+            main(list(map(str, words)))
+    assert not end.value.code, printed.getvalue()
+    return printed.getvalue()
 
 
 def plaintext(step: int) -> bytes:
@@ -71,7 +76,7 @@ def opened(where: Path, key: Path) -> Repo:
 def test_what_lies_there_is_sealed_and_is_resumed_bit_for_bit(
     tmp_path: Path, environment: dict[str, str], kind: str
 ) -> None:
-    expected = untouched(tmp_path, environment)
+    expected = untouched()
     first = ran(tmp_path, LOOP, environment, status=143, KIND=kind)
     assert "step 8 of run main is saved in the emergency location" in first.stderr
     answers(tmp_path)
@@ -124,31 +129,31 @@ def of_another_key(file: Path) -> None:
     rewritten(file, lambda found: found.update(code="1:" + "0" * 64))
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "said"),
-    [
+def test_what_was_changed_there_is_refused_by_name(tmp_path: Path, environment: dict[str, str]) -> None:
+    ran(tmp_path, LOOP, environment, status=143, KIND="full")
+    answers(tmp_path)
+    kept = tmp_path / "kept"
+    for name in ("ckpts", "other"):
+        shutil.copytree(tmp_path / name, kept / name)
+    for file, change, said in (
         ("manifest.json", forged, "manifest.json is not what a holder of the repository's key has put there"),
         ("manifest.json", of_another_key, "manifest.json is not what a holder of the repository's key has put there"),
         ("manifest.json", unsealed, "it is not sealed, as "),
         ("rank-00000.pack", flipped, "rank-00000.pack"),
         ("rank-00000.index", flipped, "rank-00000.index"),
-    ],
-)
-def test_what_was_changed_there_is_refused_by_name(
-    tmp_path: Path, environment: dict[str, str], file: str, change: Callable[[Path], None], said: str
-) -> None:
-    ran(tmp_path, LOOP, environment, status=143, KIND="full")
-    answers(tmp_path)
-    (found,) = place(tmp_path).glob(f"runs/main/*/*/{file}")
-    change(found)
-    second = ran(tmp_path, LOOP, environment)
-    assert re.search(
-        rf"step 8 of run main in the emergency location \S+ is left alone: .*{re.escape(said)}", second.stderr
-    )
-    assert "took over" not in second.stderr and "resumed" not in second.stderr
-    assert (" takes it" in second.stderr) == (change is unsealed), "whoever knows better"
-    assert second.stdout == untouched(tmp_path, environment)
-    assert found.exists()
+    ):
+        for name in ("ckpts", "other"):
+            shutil.rmtree(tmp_path / name)
+            shutil.copytree(kept / name, tmp_path / name)
+        (found,) = place(tmp_path).glob(f"runs/main/*/*/{file}")
+        change(found)
+        second = ran(tmp_path, LOOP, environment)
+        left = rf"step 8 of run main in the emergency location \S+ is left alone: .*{re.escape(said)}"
+        assert re.search(left, second.stderr), (change, second.stderr)
+        assert "took over" not in second.stderr and "resumed" not in second.stderr
+        assert (" takes it" in second.stderr) == (change is unsealed), "whoever knows better"
+        assert second.stdout == untouched()
+        assert found.exists()
 
 
 def test_a_pack_that_was_cut_and_sealed_for_another_name_is_refused(
@@ -172,7 +177,7 @@ def test_a_pack_that_was_cut_and_sealed_for_another_name_is_refused(
 def test_keys_may_be_rotated_and_slots_removed_before_it_is_taken_over(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    expected = untouched(tmp_path, environment)
+    expected = untouched()
     ran(tmp_path, LOOP, environment, status=143, KIND="full")
     answers(tmp_path)
     old = re.search(r"\w{8,}", command(tmp_path, environment, "key", "ls", "ckpts", "--json").split('"id"')[1])
@@ -242,7 +247,7 @@ def test_what_training_has_left_behind_is_taken_by_the_command_that_is_named(
 
 
 def test_a_kill_in_the_middle_of_taking_over_loses_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
-    expected = untouched(tmp_path, environment)
+    expected = untouched()
     ran(tmp_path, LOOP, environment, status=143, KIND="full")
     answers(tmp_path)
     for point in ("save begun", "copies put, none visible", "emergency checkpoint taken over, still in its place"):
@@ -290,7 +295,7 @@ def test_a_supervisor_that_gives_up_seals_what_it_puts_there(
     assert_hidden(tmp_path, 7)
     command(tmp_path, environment, "memory", "clear", "ckpts", "--yes")
     second = finished(tmp_path, KILLED, *words[2:], variables=environment)
-    assert "took over step 7" in second.stderr and second.stdout == untouched(tmp_path, environment), second.stderr
+    assert "took over step 7" in second.stderr and second.stdout == untouched(), second.stderr
 
 
 ANOTHER_RING = """

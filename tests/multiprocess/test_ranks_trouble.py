@@ -334,7 +334,7 @@ def test_one_rank_decides_by_its_clock_and_its_metrics_for_all(tmp_path: Path) -
     plan = Plan(tmp_path, 3, 300, timeout_s=8.0, in_flight=2)
     found = ended(plan, work)
     assert {one.status for one in found} == {0}
-    assert len({tuple(one.told["committed"]) for one in found}) == 1 and len(found[0].told["committed"]) > 2
+    assert len({tuple(one.told["committed"]) for one in found}) == 1 and len(found[0].told["committed"]) >= 2
     assert tenuto.load(plan.where, step="middle").step == 100
 
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, check_run
 from tenuto.model.leaf import LeafSpec, dtype
 from tenuto.model.records import Index, Json, Manifest, PackEntry, Receipt
+from tenuto.record import record
 from tenuto.repo.commit import begin, commit, put_index, put_object
 from tenuto.repo.format import objects
 from tenuto.repo.format.manifest import content_of
@@ -56,7 +57,7 @@ _THREADS: Final = 4
 _READ_BYTES: Final = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Row:
     """A leaf, or a box of one, and where its bytes lie. `data`: instead of a file, where they are to be written."""
 

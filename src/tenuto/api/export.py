@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from tenuto.formats.registry import Format, formats
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import dtype, join, unescape
 from tenuto.model.records import Manifest
+from tenuto.record import record
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import resolve
 from tenuto.repo.repository import Repo
@@ -41,7 +42,7 @@ SHOWN: Final = 5
 TORCH_SUFFIXES: Final = (".pt", ".pth")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Choice:
     """What of a checkpoint is written, and how.
 
@@ -60,7 +61,7 @@ class Choice:
     shard_bytes: int = SHARD_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Exported:
     """What `export` has written. bytes: of tensors that were read and verified. remarks: what the format could not
     represent. skipped: damaged newer checkpoints."""

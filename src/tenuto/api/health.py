@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from tenuto.model.health import Health
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.spikes import Spike, spikes
+from tenuto.record import record
 from tenuto.repo.best import Measured, check_metric
 from tenuto.repo.format.leaf_statistics import decode
 from tenuto.repo.lineage import walk
@@ -15,7 +15,7 @@ from tenuto.repo.notes import known_metrics
 from tenuto.repo.repository import Repo
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeafHealth:
     """What a save has found of one leaf, or of a part of it that one of several ranks has written.
 
@@ -37,7 +37,7 @@ class LeafHealth:
     usual: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckpointHealth:
     """The health of a checkpoint. health: of all of it, None where the save has not looked. leaves: of each leaf; empty
     where the save has not looked, and of a sealed checkpoint."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from random import Random
 from typing import Any, Final, Literal
@@ -37,6 +37,7 @@ from tenuto.formats.convert import Renaming, converted, converts, overflowed, pa
 from tenuto.formats.series import Found, find, passed_over
 from tenuto.model.ids import CheckpointId, check_run
 from tenuto.model.records import Manifest
+from tenuto.record import record
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim_newest
@@ -58,7 +59,7 @@ SAMPLE_BYTES: Final = 16 << 10
 _SHOWN: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rules:
     """What becomes of a foreign checkpoint. rename: of the names of its tensors. dtype: what floating-point tensors are
     rounded to. entry: the entry of the state that takes it; None: "model" for bare weights, none for a state."""
@@ -68,7 +69,7 @@ class Rules:
     entry: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Planned:
     """A foreign checkpoint that becomes one of ours. renames: a few names, before and after. converted: how many
     tensors are rounded. remarks: what has no representation."""
@@ -84,7 +85,7 @@ class Planned:
     remarks: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MigrationPlan:
     """What `execute` will do. creates: whether there is no repository yet. skipped: what is there already, or twice.
     failed: what cannot be read, and why."""
@@ -103,7 +104,7 @@ class MigrationPlan:
         return sum(one.bytes for one in self.checkpoints)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Imported:
     """A checkpoint that was made. compared: bytes of it that were read back and compared with the source."""
 
@@ -115,7 +116,7 @@ class Imported:
     compared: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MigrationReport:
     plan: MigrationPlan
     imported: Sequence[Imported]

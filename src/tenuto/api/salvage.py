@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from tenuto.api.export import target, writable
@@ -15,6 +14,7 @@ from tenuto.formats.contract import Content, PiecedTensor, Tensor, run_boxes
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import Box, LeafSpec, dtype
 from tenuto.model.records import Manifest
+from tenuto.record import record
 from tenuto.repo.keys import unlock
 from tenuto.repo.repository import Repo
 from tenuto.sharding.slices import box_region
@@ -22,7 +22,7 @@ from tenuto.state.contract import Buffer
 from tenuto.state.tree import leaf_paths
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Salvaged:
     """What a salvage has written. leaves, bytes: of the tensors that are whole. lost: the path of each tensor that is
     not, and why."""

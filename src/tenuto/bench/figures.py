@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final
 
 from tenuto.bench.place import FileSystemFacts
 from tenuto.errors import typed
+from tenuto.record import record
 from tenuto.units import count, seconds, size
 
 COPY = "copy"
@@ -41,7 +42,7 @@ WORDS: Mapping[str, str] = {
 """The measurements in the order in which they are shown. All but the flush move the complete state."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Figures:
     """The figures of one measurement.
 

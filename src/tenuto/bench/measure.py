@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from tenuto.codec.digest import digest
 from tenuto.errors import CorruptionError, UsageError
 from tenuto.events import Captured, Event, Warned
 from tenuto.policy import every, keep
+from tenuto.record import record
 from tenuto.training.checkpointer import Checkpointer
 
 BUFFER_BYTES: Final = 256 << 20
@@ -202,7 +202,7 @@ def _takes_links(place: Path) -> bool:
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Sample:
     """A state to measure with.
 

@@ -8,12 +8,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from tenuto.concurrency.memory_headroom import memory_headroom
 from tenuto.errors import StoreDenied, StoreError, StoreFull, TenutoError, UsageError, typed
+from tenuto.record import record
 from tenuto.units import size
 
 PREFIX: Final = ".tenuto-bench-"
@@ -25,7 +25,7 @@ SPARE: Final = 256 << 20
 """Further bytes: buffers, small objects, a file system's reserve."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FileSystemFacts:
     """A directory's file system: its name, whether it is in memory, whether it is on another machine."""
 

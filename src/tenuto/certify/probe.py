@@ -11,7 +11,6 @@ import sys
 import time
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -27,6 +26,7 @@ from tenuto.model.canonical_json import tag_number
 from tenuto.model.records import Json, Owner
 from tenuto.policy import keep
 from tenuto.policy.save import Moment, SaveHistory, SavePolicy
+from tenuto.record import record
 from tenuto.state.contract import Flattened
 from tenuto.state.encode.flattener import flatten
 from tenuto.state.frameworks import type_name
@@ -130,7 +130,7 @@ def _leaf(flattened: Flattened, number: int) -> str:
 VARIABLE: Final = CERTIFY_VARIABLE
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CertifyOrder:
     """The order for one run of the script.
 
@@ -359,7 +359,7 @@ def _below(value: Any) -> list[tuple[str, Any]]:
 SAVE_DEADLINE_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AtStep(SavePolicy):
     """Saves once, at `step` or the first one after it; never if it is None."""
 

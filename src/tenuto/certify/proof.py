@@ -11,7 +11,6 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from tenuto.codec.digest import digest
 from tenuto.errors import CorruptionError, ObjectNotFound
 from tenuto.model import canonical_json
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.refs import append, numbers
 from tenuto.repo.repository import Repo, now_text
@@ -28,7 +28,7 @@ MOST_FILES: Final = 4096
 """A proof of a script with more files of its own is neither written nor believed."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CertifiedScript:
     """A training script as it runs. conditions: its arguments, and what else decides the bits of a training; files:
     digests of its own files, by their path from the script's directory, its own first."""

@@ -21,6 +21,7 @@ from tenuto.concurrency.process_trees import below, end
 from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.errors import DeadlineExceeded, ScriptFailed
 from tenuto.model.canonical_json import untag_number
+from tenuto.record import record
 from tenuto.sharding.holdings import rank_names
 
 
@@ -66,8 +67,8 @@ class TrailFollower:
     def poll_trail(self) -> bool:
         """Reads new records; returns whether there were any."""
         news = self._lines.new()
-        for record in news:
-            self._add(record)
+        for row in news:
+            self._add(row)
         return bool(news)
 
     def trail(self) -> Trail:
@@ -315,7 +316,7 @@ ReportProgress = Callable[[str, int, int], None]
 """Called with the name of the run, the steps completed and the steps wanted."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScriptRun:
     """One run of the script: the steps that its processes began and ended at."""
 
@@ -326,7 +327,7 @@ class ScriptRun:
     killed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Certification:
     """The result of a certification.
 

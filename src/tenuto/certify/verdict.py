@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 from typing import Any, Final, Literal
+
+from tenuto.record import record
 
 # The trail of a training: its state step by step, by which two runs of one script are compared.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Row:
     """The state after a completed step (`start`: before the first one, as this process built or restored it).
 
@@ -42,7 +44,7 @@ class Row:
         return cls(**{**record, "batches": tuple(record["batches"])})
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Trail:
     """One process's rows in order, its certificate, state found outside `state`, and names of logged metrics.
 
@@ -92,7 +94,7 @@ EPOCH_RANDOM: Final = "#private/data/start/global/"
 DATA: Final = "#private/data"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Differing:
     """One entry that differs; None: the entry is missing."""
 
@@ -101,7 +103,7 @@ class Differing:
     other: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Difference:
     """The first row in which two trails differ. `start`: before the second run's first own step."""
 
@@ -203,7 +205,7 @@ SEED: Final = "seed every generator before anything is made: random.seed, numpy.
 ADD: Final = "put it into `state`: anything with state_dict and load_state_dict, a generator, a plain value"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Cause:
     """A likely cause. `name` is for machines, `words` and `advice` for people."""
 
@@ -379,7 +381,7 @@ def _quoted(trail: Trail) -> tuple[str, ...]:
 Kind = Literal["exact", "inexact", "unrepeatable"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Trails:
     """The trails of one rank.
 
@@ -395,7 +397,7 @@ class Trails:
     repeated: Trail | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExactnessVerdict:
     """The verdict on a training.
 

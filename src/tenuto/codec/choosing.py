@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from tenuto.codec.contract import Codec
 from tenuto.codec.registry import codec
 from tenuto.codec.stages import LEVEL
 from tenuto.model import leaf
+from tenuto.record import record
 
 WORTH: Final = 0.98
 """A codec that comes later in the order replaces an earlier one if it stores at most this share of its bytes."""
@@ -53,7 +53,7 @@ def encoded(raw: memoryview, tried: Sequence[Codec], base: memoryview | None = N
     return "raw", raw
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Measured:
     """What a codec made of some chunks. `stored_bytes` counts the chunks that it did not make shorter as they are."""
 

@@ -9,12 +9,13 @@ this module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from tenuto.model.records import StoredChunks
+from tenuto.record import record
 
 Array = np.ndarray[Any, Any]
 Column = np.ndarray[Any, np.dtype[np.int64]]
@@ -74,7 +75,7 @@ class ChunkedRows(Protocol):
     def sealed(self) -> int | None: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Chunks:
     """Columns of some chunks, int64 [n] each.
 
@@ -123,7 +124,7 @@ class ChunkRange(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class ChunkMap:
     """The chunks of all rows of one index. Making it computes nothing.
 

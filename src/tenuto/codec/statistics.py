@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from tenuto.model.leaf import dtype as dtype_of
+from tenuto.record import record
 
 Array = np.ndarray[Any, Any]
 BLOCK_BYTES: Final = 1 << 20
@@ -182,7 +182,7 @@ def _whole_numbers(kind: np.dtype[Any]) -> Examine:
 # -- floats of 16 and 8 bits -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _SmallFloat:
     """How blocks of floats of `bits` bits are looked at, whose magnitude from `special` on is NaN or infinite.
 

@@ -11,19 +11,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from tenuto.concurrency.interruption import Latch
 from tenuto.concurrency.worker_threads import foreground_threads
 from tenuto.errors import DeadlineExceeded, RankStoreLost, TenutoError, UsageError
+from tenuto.record import record
 
 Result = TypeVar("Result")
 _LOOK_S: Final = 0.1
 """How often it is looked whether something makes progress."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Clock:
     """This process's own monotonic clock, which tests replace. Clocks of two processes are never compared."""
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from tenuto.record import record
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 _UNLIMITED: Final = 1 << 60
 """Version 1 says 'no limit' as a number about as large as the address space."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Room:
     """Bytes of the machine, or of a control group. Page cache that can be dropped counts as available."""
 

@@ -11,11 +11,11 @@ import getpass
 import os
 import socket
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from tenuto.model.records import Owner
+from tenuto.record import record
 
 LivenessVerdict = Literal["dead", "alive", "unknown"]
 
@@ -27,7 +27,7 @@ _DEAD_STATES: Final = frozenset("ZXx")
 _STOPPED_STATES: Final = frozenset("Tt")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Process:
     started: str
     zombie: bool
@@ -59,7 +59,7 @@ def this_process() -> Owner:
     return own
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Observation:
     """What this host can tell of a process: see `judge`; `stopped`: alive, and stopped by SIGSTOP or a debugger."""
 

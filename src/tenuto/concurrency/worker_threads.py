@@ -63,9 +63,13 @@ class BackgroundWork:
 
 
 class WorkerThreads:
-    """A pool of worker threads of one priority: a thread that has lowered its priority must not serve other work."""
+    """A pool of worker threads of one priority: a thread that has lowered its priority must not serve other work.
 
-    def __init__(self) -> None:
+    `foreground`: a thread that was started by one of low priority, and has it from there, is not used again.
+    """
+
+    def __init__(self, *, foreground: bool = False) -> None:
+        self._foreground = foreground
         self._idle: list[SimpleQueue[BackgroundWork]] = []
         self._guard = threading.Lock()
         os.register_at_fork(after_in_child=self._reset_after_fork)
@@ -97,6 +101,8 @@ class WorkerThreads:
             given.do()
             del given
             own.name = IDLE
+            if self._foreground and _is_behind_training():
+                return
             with self._guard:
                 if len(self._idle) >= MAX_IDLE:
                     return
@@ -108,7 +114,7 @@ class WorkerThreads:
         self._guard = threading.Lock()
 
 
-foreground_threads = WorkerThreads()
+foreground_threads = WorkerThreads(foreground=True)
 """Runs work at training's priority: work that somebody waits for, and copies that an update waits for."""
 background_threads = WorkerThreads()
 """Runs work at background priority."""
@@ -202,6 +208,14 @@ def lower_priority() -> None:
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         ctypes.CDLL(None).syscall(number, *_THIS_THREAD, _BEST_EFFORT_LAST)
+
+
+def _is_behind_training() -> bool:
+    """Returns whether the calling thread's CPU priority is below that of the process."""
+    if sys.platform != "linux":
+        return False
+    own, process = threading.get_native_id(), os.getpid()
+    return os.getpriority(os.PRIO_PROCESS, own) > os.getpriority(os.PRIO_PROCESS, process)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tenuto.engine.read.leaf_reader import Staged, read_leaves
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.repo.lineage import resolve
 from tenuto.repo.repository import Repo
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Saved:
     """One checkpoint's content: leaves by (private, path), and the plain values around them."""
 
@@ -27,7 +27,7 @@ class Saved:
         return sum(len(data) for _, data in self.leaves.values())
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Comparison:
     """The result of a comparison. `difference`: the first one in words; None if the two are equal in every bit."""
 

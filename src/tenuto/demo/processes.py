@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tenuto.certify.runner import JsonTail
+from tenuto.record import record
 
 POLL_S: Final = 0.0005
 LIFE_S: Final = 300
@@ -31,7 +32,7 @@ Train = Callable[[Path, Callable[[int, float], None]], None]
 """Trains, given the path for its events and a callback for each step's number and loss."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Life:
     """What one process did, from its event stream and the counter shared with its parent.
 

@@ -22,6 +22,7 @@ from tenuto.demo.comparison import Comparison, compare, read
 from tenuto.demo.processes import Child, Life, start
 from tenuto.engine.staging import slots
 from tenuto.errors import MissingExtra, TenutoError, install, typed
+from tenuto.record import record
 from tenuto.repo.lineage import latest
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
@@ -40,7 +41,7 @@ def ignore_progress(activity: str, done: int, total: int) -> None:
     """Ignores progress."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Kill:
     """A kill.
 
@@ -54,7 +55,7 @@ class Kill:
     moment: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Plan:
     """Everything that a demo will do. `memory`: whether every step is also kept in memory."""
 
@@ -76,7 +77,7 @@ def draw_kills(
     return tuple(Kill(step, phase, draw.random()) for step, phase in zip(after, phases, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Outcome:
     """The processes of a killed training, and the comparison of its last state with the untouched run's."""
 

@@ -31,6 +31,7 @@ from tenuto.demo.report import PIPE_WIDTH
 from tenuto.demo.runner import UNTOUCHED, ReportProgress, TrainingFailed
 from tenuto.engine.staging import slots
 from tenuto.errors import typed
+from tenuto.record import record
 from tenuto.repo.lineage import resolve
 from tenuto.repo.repository import Repo
 from tenuto.report.struck import read_struck
@@ -60,7 +61,7 @@ POLL_S: Final = 0.05
 _COUNTER: Final = struct.Struct("qq")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Blow:
     """A fault and what became of it. again: steps trained again. lost_s: until training was as far again."""
 
@@ -76,7 +77,7 @@ class Blow:
         return f"{self.what}; {count(self.again, 'step')} again, as far after {seconds(self.lost_s)}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Stormed:
     """What became of a training in a storm. ettr: the share of its time in which it came to new steps."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -33,6 +33,7 @@ from tenuto.maintenance.copy_record import registered_copies
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Json
 from tenuto.model.sizes import seconds_of
+from tenuto.record import record
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import resolve, walk
 from tenuto.repo.notes import add_note, ignore, last_proof, notes
@@ -50,7 +51,7 @@ _LOOKED_AT: Final = 100
 """Checkpoints of a run whose notes are looked at for an earlier proof."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ProvenRestore:
     """A restore that was proven. when: wall clock, as in manifests. seconds: that it took. place: from where."""
 
@@ -73,7 +74,7 @@ class ProvenRestore:
         return None if then is None or at is None else at - then
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DrillPlan:
     """What `execute` will do.
 
@@ -96,7 +97,7 @@ class DrillPlan:
     due: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DrillResult:
     """What a drill has shown. A true value if nothing speaks against the checkpoint.
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
@@ -25,6 +24,7 @@ from tenuto.drill.child import plain_path
 from tenuto.errors import TenutoError
 from tenuto.model.ids import CheckpointId, attempt_key
 from tenuto.model.records import Index, Manifest
+from tenuto.record import record
 from tenuto.repo.keys import KEY_FILE, KEY_TEXT, PASSPHRASE
 from tenuto.repo.repository import Repo
 from tenuto.state.encode.flattener import flatten
@@ -43,7 +43,7 @@ _TAIL: Final = 12
 What = Literal["missing", "dtype", "shape", "bytes", "value"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WrongEntry:
     """An entry of the state that did not come back as it was saved.
 
@@ -67,7 +67,7 @@ class WrongEntry:
                 return f"{self.path}{whose} has {self.what} {self.restored}, and {self.saved} was saved"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Failure:
     """Why a drill came to no comparison. kind: an error's name, `Timeout` or `Ended`. damage: whether bytes are not
     what was saved. exit_code: with which `tenuto drill` leaves."""
@@ -79,7 +79,7 @@ class Failure:
     exit_code: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Restore:
     """What another process restored.
 

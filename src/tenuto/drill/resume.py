@@ -8,7 +8,6 @@ import os
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,6 +18,7 @@ from tenuto.engine.staging.arena import free_shared_memory
 from tenuto.errors import CheckpointNotFound, CorruptionError, DeadlineExceeded, ScriptFailed, UsageError
 from tenuto.maintenance.checkpoint_copy import execute, plan_copies
 from tenuto.model.ids import CheckpointId
+from tenuto.record import record
 from tenuto.repo.lineage import walk
 from tenuto.repo.repository import Repo
 
@@ -29,7 +29,7 @@ Recorded = Mapping[int, Mapping[str, float]]
 """Metrics by step."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ComparedMetric:
     """A metric at one step: as a later checkpoint has recorded it, and as the script has logged it now; None where it
     has not."""
@@ -41,7 +41,7 @@ class ComparedMetric:
     equal: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Resume:
     """What the script did. began: the step that it resumed at. steps: how many it trained. compared: the metrics, in
     the order of steps. failure: why there is nothing to compare."""

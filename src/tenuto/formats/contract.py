@@ -33,6 +33,7 @@ import numpy as np
 
 from tenuto.errors import CorruptionError, StoreError, UsageError, typed
 from tenuto.model.leaf import Box, dtype, escape, join
+from tenuto.record import record
 from tenuto.state.contract import Buffer
 from tenuto.state.numpy_arrays import array_dtype
 
@@ -321,7 +322,7 @@ class Reader:
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Content:
     """What a writer writes.
 

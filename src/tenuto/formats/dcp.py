@@ -13,15 +13,15 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from tenuto.errors import Unserialisable
 from tenuto.formats.contract import PiecedTensor, RawFile, Reader, Tensor, check_shape, refuse
-from tenuto.formats.pickles import PLAIN, Constant, Known, Record, record, unpickle
+from tenuto.formats.pickles import PLAIN, Constant, Known, Record, read_as_record, unpickle
 from tenuto.formats.torch_file import DTYPE_NAMES, Archive, unknown
 from tenuto.model.leaf import Box
+from tenuto.record import record
 from tenuto.state.contract import Buffer
 
 WHAT: Final = "directory of torch.distributed.checkpoint"
@@ -39,11 +39,11 @@ _CLASSES: Final = (
 def _known() -> Known:
     module = "torch.distributed.checkpoint"
     found = {**PLAIN, **DTYPE_NAMES}
-    found |= {f"{module}.metadata {name}": record(name) for name in _CLASSES.split()}
+    found |= {f"{module}.metadata {name}": read_as_record(name) for name in _CLASSES.split()}
     found[f"{module}.metadata _MEM_FORMAT_ENCODING"] = _ignored
-    found[f"{module}.filesystem _StorageInfo"] = record("_StorageInfo")
+    found[f"{module}.filesystem _StorageInfo"] = read_as_record("_StorageInfo")
     found |= {"torch Size": tuple, "torch.serialization _get_layout": _ignored, "torch strided": Constant("strided")}
-    found["megatron.core.dist_checkpointing.strategies.torch MCoreMetadata"] = record("Metadata")  # up to 0.15
+    found["megatron.core.dist_checkpointing.strategies.torch MCoreMetadata"] = read_as_record("Metadata")  # up to 0.15
     for paths in ("pathlib", "pathlib._local"):  # of a checkpoint_id that was a path
         found |= {f"{paths} PosixPath": _ignored, f"{paths} WindowsPath": _ignored}
     return found
@@ -53,7 +53,7 @@ def _ignored(*_: Any) -> Constant:
     return Constant("")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Piece:
     """Bytes of one archive in a file of the checkpoint."""
 
@@ -62,7 +62,7 @@ class Piece:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TensorLayout:
     """A tensor, and the pieces that its boxes are stored in."""
 
@@ -121,7 +121,7 @@ class _LazyPiece(Tensor):
         self.stored().read_into(out, start)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Layout:
     """What `.metadata` says. `names`: each entry's keys in the state that was saved, by DCP's own name of it."""
 

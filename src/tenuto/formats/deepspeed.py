@@ -15,16 +15,16 @@ from typing import Any, Final, NoReturn
 
 from tenuto.errors import Unserialisable
 from tenuto.formats.contract import PiecedTensor, RawFile, RawTensor, Reader, Tensor, refuse
-from tenuto.formats.pickles import record
+from tenuto.formats.pickles import read_as_record
 from tenuto.formats.torch_file import Archive
 from tenuto.model.leaf import Box
 from tenuto.state.declarations import flat_range
 
 WHAT: Final = "checkpoint of DeepSpeed"
 _KNOWN: Final = {
-    "deepspeed.utils.tensor_fragment fragment_address": record("fragment_address"),
-    "deepspeed.runtime.fp16.loss_scaler LossScaler": record("LossScaler"),
-    "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler": record("DynamicLossScaler"),
+    "deepspeed.utils.tensor_fragment fragment_address": read_as_record("fragment_address"),
+    "deepspeed.runtime.fp16.loss_scaler LossScaler": read_as_record("LossScaler"),
+    "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler": read_as_record("DynamicLossScaler"),
 }
 _RANK: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_(optim|model)_states\.pt")
 _NO_STATE: Final = ("ds_config", "optimizer_state_dict/zero_stage", "zero_stage")

@@ -72,7 +72,7 @@ Known = Mapping[str, Call | Constant]
 """By "module name", as a pickle spells it."""
 
 
-def record(name: str) -> Call:
+def read_as_record(name: str) -> Call:
     """Returns the table's entry for a class whose objects are read as a Record."""
 
     def make(*arguments: Any) -> Record:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
 
 from tenuto.errors import MissingExtra, StoreError, UsageError, install, nearest, typed
 from tenuto.formats.contract import Content, Reader
+from tenuto.record import record
 
 GROUP: Final = "tenuto.formats"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Format:
     """A format of checkpoints.
 

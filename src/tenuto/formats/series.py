@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from tenuto.errors import StoreError, UsageError, typed
 from tenuto.formats.registry import Format, detect, formats, named
+from tenuto.record import record
 
 _NUMBERS: Final = (
     re.compile(r"(?:global_?)?step[-_=]?0*(\d{1,18})", re.I),
@@ -22,7 +22,7 @@ _INNER: Final = re.compile(r"global_?step", re.I)
 """Directories that lie inside of a checkpoint (DeepSpeed's in Hugging Face's), and are none of a series then."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Found:
     """A foreign checkpoint. `number`: the step that its name tells."""
 

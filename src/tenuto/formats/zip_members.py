@@ -9,12 +9,12 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from tenuto.formats.contract import RawFile, Tensor, check_shape
+from tenuto.record import record
 from tenuto.state.contract import Buffer
 
 _LOCAL: Final = b"PK\x03\x04"
@@ -23,7 +23,7 @@ _MOST_MEMBERS: Final = 1_000_000
 _READ_BYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Member:
     """A member of an archive. `start`: where its stored bytes begin in the file; `stored`: how many they are; `length`:
     what they are without the compression."""

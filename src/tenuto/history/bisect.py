@@ -10,7 +10,6 @@ import math
 import os
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -23,6 +22,7 @@ from tenuto.history.query import FIELDS, Query
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import Box, dtype
 from tenuto.model.records import Manifest, Note
+from tenuto.record import record
 from tenuto.repo.best import is_healthy, outline
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import line_of
@@ -41,7 +41,7 @@ BLOCK: Final = 8 << 20
 """Bytes of a leaf that are looked at together."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Trial:
     """What was found of one checkpoint, and why."""
 
@@ -50,7 +50,7 @@ class Trial:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Bisection:
     """What a bisection has found.
 

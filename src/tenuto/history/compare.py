@@ -8,7 +8,7 @@ each parameter is state, and no setting.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final
 
 from tenuto.concurrency.worker_threads import parallel_for
@@ -16,6 +16,7 @@ from tenuto.engine.read.chunk_reader import threads_for
 from tenuto.errors import CheckpointNotFound
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Manifest
+from tenuto.record import record
 from tenuto.repo.best import (
     BestSelector,
     Measured,
@@ -40,7 +41,7 @@ _OPTIMIZER: Final = frozenset({"state", "param_groups"})
 """The entries of what an optimizer's `state_dict` returned."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Compared:
     """One checkpoint of a comparison. settings: every plain value and recorded setting by path. best: the metrics by
     which it is the best of those compared."""
@@ -55,7 +56,7 @@ class Compared:
     best: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Comparison:
     """Checkpoints side by side, in the order in which they were named. metrics: of any of them, those that decide
     first. differing: the settings that are not the same in all, in the order of the state."""

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from tenuto.engine.read.opened import Leaf, Opened
 from tenuto.errors import LeafNotFound, did_you_mean
 from tenuto.history.value_diff import Sums, add_block
 from tenuto.model.leaf import Box, dtype
+from tenuto.record import record
 from tenuto.sharding.slices import Block, blocks, box_region
 from tenuto.state.contract import Buffer
 
@@ -35,7 +36,7 @@ DIGITS: Final = 6
 """How many digits of a norm, a relative change or a cosine mean something: sums of float32 are exact to about 1e-7."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeafDiff:
     """How one leaf differs.
 
@@ -62,7 +63,7 @@ class LeafDiff:
     nonfinite: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ValueDiff:
     """A plain value that differs. `before`, `after`: None where there is none."""
 
@@ -71,7 +72,7 @@ class ValueDiff:
     after: Any
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Diff:
     """How the second of two checkpoints differs from the first.
 
@@ -124,7 +125,7 @@ class LeafSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Side:
     """One of the two. `name`: in words."""
 

@@ -6,18 +6,17 @@ checkpoint as its parent. Retention of the other run keeps it for the fork (I7) 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tenuto.errors import UsageError, typed
 from tenuto.history.rollback import Report, check_reason, damage_of, refuse_damage
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import FORK
+from tenuto.record import record
 from tenuto.repo.lineage import resolve
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ForkPlan:
     """A run to begin from a checkpoint. damage, force: as of a rollback."""
 

@@ -14,11 +14,11 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from tenuto.errors import UsageError, did_you_mean
 from tenuto.model.sizes import parse_bytes, parse_time, seconds_of
+from tenuto.record import record
 
 Kind = Literal["number", "bytes", "span", "time", "text", "names", "flag"]
 """bytes: also "2 GiB". span: seconds, also "3d". time: seconds since 1970, or a date. names: any number of words."""
@@ -74,7 +74,7 @@ def quoted(name: str) -> str:
     return '"{}"'.format(name.replace('"', '""'))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Name:
     name: str
     kind: Kind
@@ -91,7 +91,7 @@ class _Name:
         return (found,) if isinstance(found, str) and found else found or ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Constant:
     value: float | str | bool
 
@@ -99,7 +99,7 @@ class _Constant:
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Compare:
     left: _Name | _Constant
     operator: str
@@ -113,7 +113,7 @@ class _Compare:
         return f"({_side(self.left, column, values)} {self.operator} {_side(self.right, column, values)})"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Within:
     """Whether a value is one of `values`; of a name of several words, whether any of them is."""
 
@@ -134,7 +134,7 @@ class _Within:
         return f"({column(self.name.name)} IN ({', '.join('?' * len(self.values))}))"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Missing:
     name: _Name
 
@@ -146,7 +146,7 @@ class _Missing:
         return f"(coalesce({name}, '') = '')" if self.name.kind == "names" else f"({name} IS NULL)"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Not:
     part: _Node
 
@@ -158,7 +158,7 @@ class _Not:
         return f"(NOT {self.part.sql(column, values)})"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Several:
     """All of `parts`, or (`ends` is True) any of them: the value `ends` of one decides."""
 
@@ -183,7 +183,7 @@ def _side(side: _Name | _Constant, column: Column, values: list[Value]) -> str:
     return "?"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Query:
     """A condition on a checkpoint. `text`: as it was written."""
 
@@ -396,7 +396,7 @@ def _example(name: _Name) -> str:
     return f"{name.name} {than.get(name.kind, '< 2')}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Order:
     """What to sort by: `val_loss`, or `-step` for the highest first."""
 

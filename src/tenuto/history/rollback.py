@@ -8,7 +8,6 @@ training's retention drops it. An image in memory that is newer is not adopted (
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
@@ -17,6 +16,7 @@ from tenuto.maintenance.inspect import inspect
 from tenuto.maintenance.remove import is_suspect
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import ROLLBACK
+from tenuto.record import record
 from tenuto.repo.lineage import latest, line_of, resolve, walk
 from tenuto.repo.ownership.claim import claim
 from tenuto.repo.repository import Repo
@@ -27,7 +27,7 @@ LONGEST: Final = 1000
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RollbackPlan:
     """What a rollback changes.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 from tenuto.model.ids import CheckpointId
+from tenuto.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Row:
     """One checkpoint of a query.
 
@@ -44,7 +45,7 @@ class Row:
 
     def json(self) -> dict[str, Any]:
         """Returns it as `tenuto ls --where --json` prints it."""
-        found = {name: getattr(self, name) for name in self.__slots__ if name != "id"}
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "id"}
         place = {"run": self.id.run, "attempt": self.id.attempt, "step": self.id.step}
         return {**place, **found, "metrics": dict(self.metrics), "tags": list(self.tags), "best": list(self.best)}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import islice
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from tenuto.errors import CorruptionError
 from tenuto.model.health import Health
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import FORK, ROLLBACK, AttemptRecord, Note
+from tenuto.record import record
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of, outline
 from tenuto.repo.lineage import Stretch, parent_of, resolve, stretches
 from tenuto.repo.notes import ignore, notes, texts_of, verification_of, with_notes
@@ -27,7 +28,7 @@ from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.repository import Repo
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Point:
     """One checkpoint in a history.
 
@@ -65,7 +66,7 @@ class Point:
         return self.health is None or self.health.healthy
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Turn:
     """An attempt that a person made: a rollback, or the fork that a run began with. `to`: the checkpoint that `latest`
     meant from then on."""
@@ -79,7 +80,7 @@ class Turn:
     user: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Timeline:
     """A run's history, newest first.
 
@@ -224,7 +225,7 @@ def _forks(repo: Repo, run: str) -> dict[CheckpointId, list[str]]:
     parallel_for(read_one, others, threads_for(repo).read)
     found: dict[CheckpointId, list[str]] = {}
     for other in others:
-        for parent in {record.parent for record in records[other]}:
+        for parent in {one.parent for one in records[other]}:
             if parent is not None and parent.run == run:
                 found.setdefault(parent, []).append(other)
     return found

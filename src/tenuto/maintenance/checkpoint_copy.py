@@ -47,6 +47,7 @@ from tenuto.maintenance.tier_copies import fill_now
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Index, IndexEntry, Json, Manifest, PackEntry, Receipt
 from tenuto.policy.encoding import PLAIN
+from tenuto.record import record
 from tenuto.repo.bases import forked_from_others, usable_bases
 from tenuto.repo.commit import begin, commit, put_index, put_object
 from tenuto.repo.format import object_names
@@ -72,7 +73,7 @@ _THREADS: Final = 4
 """Data files that are copied at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PlannedCopy:
     """One copy to make. `step`: its own. `bytes`: that are written for it; `shared`: those that it shares instead."""
 
@@ -82,7 +83,7 @@ class PlannedCopy:
     shared: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunCopyPlan:
     """What `execute` will do.
 
@@ -109,7 +110,7 @@ class RunCopyPlan:
         return sum(one.shared for one in self.copies)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CopiedCheckpoint:
     """A copy that was made: `id` in its repository, `source` in the one that it came from, and bytes as planned."""
 
@@ -120,7 +121,7 @@ class CopiedCheckpoint:
     content: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunCopy:
     """What was copied to `where`, in the order of steps, and how long that took."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from tenuto.engine.read.chunk_reader import scan_threads
@@ -16,6 +15,7 @@ from tenuto.maintenance.inspect import inspect, scan
 from tenuto.maintenance.replica_tidy import is_ahead
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
+from tenuto.record import record
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.replicated.places import home_of
@@ -28,7 +28,7 @@ BEHIND = 24
 """The exit status where a copy lacks checkpoints and nothing else is wrong with it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CopyProblem:
     """behind: not copied yet. missing: an object of a checkpoint that the copy has. damaged: not what was saved.
     diverged: undamaged, and other than in the original."""
@@ -39,7 +39,7 @@ class CopyProblem:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CopyCheck:
     """checked: the checkpoints of the copy that were looked at. kept: those that the original has removed. every_byte:
     whether data files were read."""

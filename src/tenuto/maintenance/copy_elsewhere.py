@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
@@ -40,6 +39,7 @@ from tenuto.maintenance.shared_packs import Base, is_aborted_mark, manifest_of, 
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest, Receipt
+from tenuto.record import record
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, encode_aborted
 from tenuto.repo.refs import list_refs, numbers
@@ -53,7 +53,7 @@ from tenuto.store.wrappers.delegating import Counted
 One = TypeVar("One")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CopyReport:
     """What a copy has come to.
 

@@ -6,7 +6,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import groupby
 from typing import Final
 
@@ -14,6 +14,7 @@ from tenuto.concurrency.process import judge, this_process
 from tenuto.maintenance.census import ids_in_trash, is_run
 from tenuto.maintenance.copy_record import check_target, identity_of
 from tenuto.model.ids import CheckpointId, run_key
+from tenuto.record import record
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_ABORTED
 from tenuto.repo.refs import Kind
@@ -27,7 +28,7 @@ NAMED_BY: Final[tuple[Kind, ...]] = ("tag", "pin", "hold")
 Lengths = Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CopyTask:
     """What a copy lacks of a checkpoint, by name. `bytes`: of its data files. `missed`: whether the checkpoint is not
     there at all."""
@@ -38,7 +39,7 @@ class CopyTask:
     missed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CopyPlan:
     """What to copy.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 from tenuto.errors import (
@@ -28,6 +27,7 @@ from tenuto.errors import (
 from tenuto.maintenance.inspect import inspect
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
+from tenuto.record import record
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.identity import NAMES, Identity, read_identity
 from tenuto.repo.lineage import walk
@@ -42,7 +42,7 @@ _LOOKED_AT = 20
 """How many checkpoints of a run are looked at for a whole one."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RegisteredCopy:
     """An entry of the primary's list. `name`: its object's."""
 
@@ -187,7 +187,7 @@ def registered_copies(repo: Repo) -> Iterator[RegisteredCopy]:
 # Promoting: a location becomes the primary, since the primary is lost.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PromotePlan:
     """`lost`: the former primary, and `why` it counts as lost. `newest`: of each run, the newest checkpoint that is
     there with everything that it needs."""

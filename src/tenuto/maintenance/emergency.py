@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
@@ -47,6 +47,7 @@ from tenuto.maintenance.flush import JudgedImage, opened_state, save_image, whol
 from tenuto.maintenance.place_copy import put_small
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.model.ids import CheckpointId
+from tenuto.record import record
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.object_names import KEYS, numbered
 from tenuto.repo.format.small_records import decode_begin, encode_attempt
@@ -193,7 +194,7 @@ def _ignore(message: str) -> None:
 # The next start.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EmergencyCheckpoint:
     """A checkpoint in an emergency place, and whether its run may go on from it: else `verdict` says why not.
     `obsolete`: the run's own store has the state, or a later one of the same attempt. `damaged`: nobody can take it."""
@@ -205,7 +206,7 @@ class EmergencyCheckpoint:
     damaged: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Held:
     """A checkpoint in an emergency place, as that has it. `newest`: whether it is what `latest` means there; `damage`:
     why it cannot be read. `sealed`: whether it is as its repository is."""

@@ -13,6 +13,7 @@ from tenuto.maintenance.census import AttemptDirectory, Census, SaveDirectory, c
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, Json
+from tenuto.record import record
 from tenuto.repo import identity
 from tenuto.repo.format import key_records, object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
@@ -28,7 +29,7 @@ from tenuto.store.contract import Entry, leftovers_of
 Severity = Literal["error", "info"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Finding:
     """One thing that is damaged, missing (`error`), or unusual and harmless (`info`)."""
 

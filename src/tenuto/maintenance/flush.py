@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Index, Manifest, Receipt
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.record import record
 from tenuto.repo.commit import begin, commit, put_index
 from tenuto.repo.format.leaf_table import leaf_forms
 from tenuto.repo.format.object_names import index_file
@@ -139,7 +140,7 @@ def _array(data: memoryview, spec: LeafSpec) -> np.ndarray[Any, Any]:
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class JudgedImage:
     """An image of a run, and whether the run may go on from it: else `verdict` says why not."""
 
@@ -151,7 +152,7 @@ class JudgedImage:
         return not isinstance(self.verdict, str)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FlushPlan:
     """What a flush would write: the first of `states` that is whole, each its images by rank. Nothing if there is
     none."""
@@ -166,7 +167,7 @@ class FlushPlan:
         return self.states[0][0].found.footer if self.states else None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Flushed:
     """What a flush has written: `id`, of the state that `image` was in memory."""
 

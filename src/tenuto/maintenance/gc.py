@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from tenuto.crashpoints import crashpoint
@@ -33,6 +32,7 @@ from tenuto.maintenance.remove import verification_state
 from tenuto.maintenance.replica_tidy import ForgottenSave, free_forgotten, unknown
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
+from tenuto.record import record
 from tenuto.repo.bases import forks_besides
 from tenuto.repo.catalog import Catalog
 from tenuto.repo.format import object_names
@@ -130,7 +130,7 @@ def needed_by(id: CheckpointId) -> str:
     return f"its data files are needed by {id}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Garbage:
     """One save that nothing reaches. `left_s`: seconds of grace that are left, 0 if it goes now. `due`: it goes now.
     `trash`: the copies of its manifest there: others mean that it was brought back and removed again."""
@@ -149,7 +149,7 @@ class Garbage:
         return f"{self.id}  {what}: {self.reason}, {count(self.objects, 'object')}, {size(self.bytes)}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GcPlan:
     """`garbage`: to be marked, waiting, or due. `odds`: single names to be deleted, each with its reason: temporaries
     and copies in the trash that outlived their use, leases of superseded attempts. `void`: marks that speak of nothing
@@ -183,7 +183,7 @@ class GcPlan:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GcReport:
     """What a visit did. `spared`: was due, and something came to need it, or could not be read, since the plan.
     `forgotten`: saves freed in other places."""

@@ -37,6 +37,7 @@ from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import dtype
 from tenuto.model.records import Index, Manifest
+from tenuto.record import record
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import content_of
 from tenuto.repo.format.safetensors import Header, parse_header
@@ -208,7 +209,7 @@ Small = TypeVar("Small")
 UNREADABLE = (CorruptionError, RepositoryError, StoreError)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PackCopy:
     """One copy of a pack whose leaves are worth reading. `flawed`: whether something else of it is wrong. `prefix`:
     begins the messages about it."""

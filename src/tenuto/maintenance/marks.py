@@ -10,12 +10,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final, Literal
 
 from tenuto.errors import CorruptionError, ObjectNotFound
 from tenuto.maintenance.census import MARKS, SaveDirectory, mark_directory
+from tenuto.record import record
 from tenuto.repo.format import objects
 from tenuto.repo.repository import Repo, now_text
 from tenuto.store.contract import Entry, time_of
@@ -29,7 +29,7 @@ By = Literal["gc", "rm", "retention", "needed"]
 """needed: by retention, of what has no grace and stays in the trash only as long as others need its packs."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Mark:
     """`created`: by the clock of the machine that put it, for people; ages are measured by the store's clock."""
 

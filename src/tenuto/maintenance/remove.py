@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.crashpoints import crashpoint
@@ -17,6 +16,7 @@ from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, R
 from tenuto.events import Emitter, Removed
 from tenuto.maintenance.trash import move_into_trash
 from tenuto.model.ids import CheckpointId
+from tenuto.record import record
 from tenuto.repo.bases import forks_besides
 from tenuto.repo.format import objects
 from tenuto.repo.format.object_names import begin_name
@@ -33,7 +33,7 @@ from tenuto.units import count, size
 # Who needs a checkpoint: what a removal asks after it has announced itself, and before it removes anything.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Dependent:
     """`reason` follows "it is needed: ". `hint`: what to do first. `forcible`: nobody but a person can mind."""
 
@@ -91,7 +91,7 @@ def verification_state(repo: Repo, id: CheckpointId) -> str:
     return verification_of(notes(repo, id, report=ignore))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Removal:
     """One checkpoint to be removed, and what stands in the way. `bytes`: what gc will free later; 0 if nobody knows.
     `rested_on`: checkpoints that stay and rest on its packs, which stay with them."""
@@ -108,7 +108,7 @@ class Removal:
         return f"its data files are needed by {self.rested_on[0]}{more}" if self.rested_on else ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RemovePlan:
     """`finished`: runs whose owner was found dead, with the attempt's number."""
 

@@ -8,7 +8,6 @@ continued when it is run again: a copy says what it was made from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from tenuto.errors import (
@@ -24,6 +23,7 @@ from tenuto.events import Emitter
 from tenuto.maintenance import remove
 from tenuto.maintenance.checkpoint_copy import COPIED, CheckpointCopier, CopiedCheckpoint
 from tenuto.model.ids import CheckpointId, check_run, run_key
+from tenuto.record import record
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, claim, claim_newest
@@ -32,7 +32,7 @@ from tenuto.repo.refs import list_refs, put_ref
 from tenuto.repo.repository import Repo, known_runs
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AttemptCopy:
     """One attempt to make. `source`: the number of its original; `parent`: what that resumed from; `steps`: of its
     checkpoints that are still to be copied, ascending."""
@@ -42,7 +42,7 @@ class AttemptCopy:
     steps: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RenamePlan:
     """What `execute` will do.
 
@@ -61,7 +61,7 @@ class RenamePlan:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RenamedRun:
     """What became of a run: each old identity with the new one, and the tags that have moved. The old checkpoints lie
     in the trash."""

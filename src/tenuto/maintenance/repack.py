@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -32,6 +32,7 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Index, IndexEntry, Json, Manifest, Receipt
 from tenuto.policy.encoding import Encoding
+from tenuto.record import record
 from tenuto.repo.commit import begin, put_object
 from tenuto.repo.format.manifest import content_of
 from tenuto.repo.format.object_names import BOXES
@@ -50,7 +51,7 @@ from tenuto.state.self_reading import SelfReading
 BLOCK_BYTES: Final = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RepackPlan:
     """What `execute` will do.
 
@@ -70,7 +71,7 @@ class RepackPlan:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Repacked:
     """Each old identity with the new one, and the bytes of the new data files. The originals lie in the trash."""
 
@@ -167,7 +168,7 @@ class _WithHeld(Repo):
 # One checkpoint: everything but its manifest, rank by rank.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Row:
     """One row of a rank's index, from which any part can be read, verified."""
 
@@ -188,7 +189,7 @@ _STORED: Final = SelfReading("stored")
 _NOT_ENCODED: Final[Json] = {"bases": (), "rounded": False, "stored": None}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Put:
     """What was put of one rank. `encoding`: what became of it; None where it is not encoded."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
@@ -31,6 +30,7 @@ from tenuto.maintenance.verify import VerifyReport, plan_verify
 from tenuto.maintenance.verify import execute as execute_verify
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import Box
+from tenuto.record import record
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.object_names import STAGED
@@ -50,7 +50,7 @@ _LOOKED_AT: Final = 20
 """Older checkpoints that are looked at for one that has the lost leaves."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Quarantined:
     """A checkpoint that could not be repaired whole, and is noted as damaged.
 
@@ -66,7 +66,7 @@ class Quarantined:
     instead: CheckpointId | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RepairReport:
     """What a repair has come to.
 

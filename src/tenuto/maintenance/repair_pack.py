@@ -20,6 +20,7 @@ from tenuto.errors import CorruptionError, StoreError, TenutoError
 from tenuto.maintenance.repair_sources import ChunkTable, Sources, chunk_keys
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index
+from tenuto.record import record
 from tenuto.repo.format.object_names import is_home_pack
 from tenuto.repo.format.safetensors import build_header
 from tenuto.store.contract import Reader, Store
@@ -28,7 +29,7 @@ NOWHERE = -1
 _REBUILT = "recomputed from the index"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Origin:
     """Where some bytes of a pack come from. `name`: what the plan calls it; `object`: the object's name in `store`."""
 

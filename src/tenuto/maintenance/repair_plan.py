@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Final, Literal
 
@@ -20,6 +20,7 @@ from tenuto.maintenance.repair_sources import Sources
 from tenuto.maintenance.tables_again import Found, index_again, manifest_again
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Manifest
+from tenuto.record import record
 from tenuto.repo.encoded_places import is_encoded_in
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, decode_table
@@ -42,7 +43,7 @@ EVERYTHING: Final = "all of its leaves"
 """What is lost with a manifest, or with the table that says where the parts of leaves lie."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Mending:
     """One damaged or missing object, in one place.
 
@@ -89,7 +90,7 @@ class Mending:
         return f"{what}: from {', '.join(f'{name} ({nbytes} bytes)' for name, nbytes in self.sources)}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RepairPlan:
     """What a repair would do. Every byte of every source in it has been read and verified.
 

@@ -26,6 +26,7 @@ from tenuto.maintenance.copy_record import registered_copies
 from tenuto.maintenance.decoded_rows import decoded_rows
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, Manifest
+from tenuto.record import record
 from tenuto.repo.format.object_names import STAGED
 from tenuto.repo.replicated.places import all_places, followers_of, home_of, places_of
 from tenuto.repo.repository import Repo
@@ -36,7 +37,7 @@ CHUNKS_KEPT: Final = 1 << 20
 """So many chunks the tables may have that are kept for the next damaged pack."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Image:
     """A sealed image that a dead process has left in memory. `repo` holds one checkpoint, as if it were a store."""
 
@@ -44,7 +45,7 @@ class Image:
     footer: Seal
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class ChunkTable:
     """The chunks of one index by digest and length, sorted, so that those of a damaged object are found at once.
 

@@ -7,12 +7,12 @@ removed last: objects in a place without one, under a step that is not the newes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError
 from tenuto.maintenance.census import is_run
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
+from tenuto.record import record
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.format.small_records import decode_attempt
@@ -25,7 +25,7 @@ from tenuto.store.contract import Store, final_name, is_leftover
 SET_BACK: Final = "it is left alone. Was the primary restored from a backup?"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ForgottenSave:
     """What a place holds of a save that the home no longer knows. `bytes`: of its packs."""
 

@@ -8,7 +8,6 @@ with one checkpoint, or in one place, keeps nothing from the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tenuto.errors import CheckpointNotFound, CorruptionError, RepositoryError, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
@@ -17,6 +16,7 @@ from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
+from tenuto.record import record
 from tenuto.repo.format import object_names
 from tenuto.repo.replicated.places import copies_of, home_of, unreachable
 from tenuto.repo.replicated.replica import UnreachableReplica, exists
@@ -24,7 +24,7 @@ from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Copying:
     """The objects of a checkpoint that one place lacks, by name: `packs`, with `bytes` in all, and small objects. `id`
     is None for those of no checkpoint."""
@@ -36,7 +36,7 @@ class Copying:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReplicatePlan:
     """`unfound`: packs that no place in reach has. `away`: places out of reach. `failed`: errors that kept a checkpoint
     out of the plan."""
@@ -52,7 +52,7 @@ class ReplicatePlan:
         return sum(one.bytes for one in self.copies)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReplicateReport:
     """`bytes`: of the packs that were copied. `failed`: errors of those that were not."""
 

@@ -17,7 +17,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, Literal
 
 from tenuto.crashpoints import crashpoint
@@ -30,6 +30,7 @@ from tenuto.maintenance.marks import By
 from tenuto.maintenance.trash import move_into_trash
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.policy.keep import CheckpointFacts, KeepPolicy, KeepVerdict, worth_a_grace
+from tenuto.record import record
 from tenuto.repo.bases import forks_besides
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.format import object_names
@@ -52,7 +53,7 @@ PAGE: Final = 1000
 """Objects in one request of a listing, on most stores."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RetentionPlan:
     """One verdict for each checkpoint of the run, newest first.
 
@@ -308,7 +309,7 @@ def _superseded(repo: Repo, attempt: Attempt) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Judged:
     """free: the checkpoints that the policy does not keep and nothing needs. trash: those of them that go into the
     trash. needs: what rests on whose packs. owns: whether the run is still the attempt's."""

@@ -7,16 +7,16 @@ work: what one has verified is young for all.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from tenuto.events import Emitter
 from tenuto.maintenance.reading import Pace, ReadingState
 from tenuto.maintenance.verify import Parts, VerifyReport, execute, plan_verify
 from tenuto.model.ids import CheckpointId
+from tenuto.record import record
 from tenuto.repo.repository import Repo
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScrubReport:
     """What a scrub has come to. verification: of what was read. oldest, oldest_s: the checkpoint that was longest not
     verified, and for how many seconds; None without a checkpoint. overdue: how many are older than asked for."""

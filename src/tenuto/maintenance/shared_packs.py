@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -21,6 +20,7 @@ from tenuto.maintenance.census import census_of
 from tenuto.maintenance.marks import put_mark
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest, PackEntry
+from tenuto.record import record
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.repository import Repo
@@ -32,7 +32,7 @@ Put = Callable[[str, bytes], object]
 """Puts a small object into the place, unless it is there."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Base:
     """A checkpoint on which another one rests, removed or not.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Final, Literal
@@ -24,6 +24,7 @@ from tenuto.maintenance.tier_copies import in_place
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
 from tenuto.model.sizes import seconds_of
+from tenuto.record import record
 from tenuto.repo.format import object_names
 from tenuto.repo.lineage import latest, walk
 from tenuto.repo.ownership.lease import read_last
@@ -44,7 +45,7 @@ clock = time.time
 _NETWORK: Final = frozenset({"nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "cifs", "smb3", "glusterfs", "9p"})
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Place:
     """kind: primary, location (holds copies of data files), node (a node's own disk), tier (is filled in the
     background) or copy (made by `replicate`).
@@ -56,7 +57,7 @@ class Place:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Spread:
     """Where a checkpoint is: one entry for each place of the status. stored: the bytes of its own data files in each
     place that has an encoding of its own and all of it; 0 in others."""
@@ -68,7 +69,7 @@ class Spread:
     stored: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Recovery:
     """What training resumes from after a failure.
 
@@ -88,7 +89,7 @@ class Recovery:
     seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunStatus:
     """One run: its newest checkpoints, newest first. behind: for each place, how many of these it lacks above the first
     that it has whole; all of them if it has none. beat_s: the age of the owner's last beat, by the store's times."""
@@ -101,7 +102,7 @@ class RunStatus:
     recovery: tuple[Recovery, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Status:
     where: str
     at: float

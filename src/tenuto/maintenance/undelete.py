@@ -8,7 +8,6 @@ the two can go on.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 
 from tenuto.crashpoints import crashpoint
 from tenuto.errors import (
@@ -25,6 +24,7 @@ from tenuto.maintenance.inspect import inspect, scan
 from tenuto.maintenance.marks import GRACE_S, age_s, probe, store_now, valid_marks
 from tenuto.maintenance.remove import remove
 from tenuto.model.ids import CheckpointId
+from tenuto.record import record
 from tenuto.repo.format import objects
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.ownership.owner_watch import finished_runs
@@ -33,7 +33,7 @@ from tenuto.repo.tombstones import dead_tombstones, is_tombstoned, take_back
 from tenuto.units import seconds, size
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class UndeletePlan:
     """`trash`: where the manifest lies now. `left_s`: seconds for which it can still be brought back; None: nothing has
     marked it yet, and its grace has not begun."""
@@ -69,7 +69,7 @@ def plan_undelete(repo: Repo, id: CheckpointId, *, grace_s: float = GRACE_S) -> 
     return UndeletePlan(repo.url, id, _trash_of(repo, save), save.manifest.bytes, left, grace_s)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Undeleted:
     """`unseen`: how many of its packs were not looked at, for they may lie on a node that is not found from here."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
@@ -18,11 +18,12 @@ from tenuto.errors import CorruptionError
 from tenuto.maintenance.census import take_census
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
+from tenuto.record import record
 from tenuto.repo.format.index import Table
 from tenuto.repo.repository import Repo
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckpointUsage:
     """The bytes of one checkpoint.
 
@@ -41,7 +42,7 @@ class CheckpointUsage:
     bases: tuple[CheckpointId, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Usage:
     """checkpoints: in the order of runs, attempts and steps. needed: bytes of removed checkpoints on whose packs others
     rest. removed: of those that gc frees, or that it would if their grace were over. unfinished: of saves that are

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import UTC, datetime
 from functools import partial
 from math import ceil
@@ -25,12 +25,13 @@ from tenuto.maintenance.reading import SAVED_EVERY_S, Pace, PartRead, ReadingSta
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Note
+from tenuto.record import record
 from tenuto.repo.notes import add_note, ignore, notes, verification_of
 from tenuto.repo.replicated.places import reporting_to, unreachable
 from tenuto.repo.repository import Repo
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class VerifyReport:
     """The result of a verification. `bytes_read` counts bytes of packs and indexes; `every_byte` says whether packs
     were read."""
@@ -71,7 +72,7 @@ class VerifyReport:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class VerifyPlan:
     """`everything`: includes the store's other objects (attempts, refs, unfinished saves, copies, foreign objects).
     `bytes`: of the state to read, and `stored_bytes`: of the data files in one place, as far as manifests are
@@ -114,7 +115,7 @@ def plan_verify(
     return VerifyPlan(repo.url, tuple(ids), every_byte, everything, nbytes if every_byte else 0, stored)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Parts:
     """How a verification in parts proceeds.
 

@@ -15,7 +15,6 @@ import math
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -23,6 +22,7 @@ import xxhash
 
 from tenuto.errors import CorruptionError, Unserialisable
 from tenuto.model.records import Json
+from tenuto.record import record
 
 MAX_INTEGER: Final = 2**53
 MAX_DEPTH: Final = 400
@@ -47,7 +47,7 @@ _TAGGED_NAN: Final = re.compile(r"nan:[0-9a-f]{16}")
 _DECIMAL: Final = re.compile(r"-?[1-9][0-9]*")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Spelled:
     """A value with its spelling, made by `spell`, for use in several objects."""
 

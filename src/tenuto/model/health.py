@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from tenuto.errors import CorruptionError
 from tenuto.model.canonical_json import tag_number, untag_number
+from tenuto.record import record
 from tenuto.units import count
 
 SHOWN: Final = 8
@@ -17,7 +17,7 @@ NAMED: Final = 3
 """The most of them in a message."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Health:
     """The health of the values of one checkpoint.
 

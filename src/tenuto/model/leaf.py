@@ -6,11 +6,12 @@ A leaf is one tensor-like entry of the training state; a row is the part of it t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from typing import Final, Literal
 
 from tenuto.errors import Unserialisable, UsageError
+from tenuto.record import record
 
 # --------------------------------------------------------------------------------------------------
 # Paths: RFC 6901 pointers with two more escapes and typed keys.
@@ -61,7 +62,7 @@ def lineage(path: str) -> Iterator[str]:
 # Boxes: the parts of a leaf that ranks hold, write or want.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Box:
     """The items `offsets[i] .. offsets[i] + shape[i] - 1` along each axis i of a leaf.
 
@@ -141,7 +142,7 @@ class Box:
 # numpy: numpy's type string; None if numpy has no such type.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DType:
     name: str
     size: int
@@ -210,7 +211,7 @@ per_rank: private to each rank.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeafSpec:
     """The description of a row, without its bytes.
 

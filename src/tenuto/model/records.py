@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.model.ids import CheckpointId
+from tenuto.record import record
 
 if TYPE_CHECKING:
     # For annotations alone: a supervisor, which knows owners, loads no numpy.
@@ -22,7 +23,7 @@ Json = Any
 """A value that JSON can hold: None, bool, int, float, str, list of Json, dict of str to Json."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Receipt:
     """Proof that an object is durable in a store. Only a finished `put_if_absent` makes one."""
 
@@ -31,7 +32,7 @@ class Receipt:
     store: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PackEntry:
     """A pack as its index names it.
 
@@ -59,7 +60,7 @@ class PackEntry:
         return f"{(self.at or id).directory}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class StoredChunks:
     """Where the chunks of an encoded index lie: those of its rows, in their order, and behind them those that only
     others are decoded from.
@@ -110,7 +111,7 @@ class StoredChunks:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Index:
     """One rank's table of rows, private rows last; row i is leaf i of the state unless `leaf` is given.
 
@@ -149,7 +150,7 @@ class Index:
     """Statistics of the values of its rows, encoded (`repo.format.leaf_statistics`), where the save has looked."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class IndexEntry:
     """An index, or the table of boxes, as the manifest names it. `sha256`: its digest, where the checkpoint is
     sealed."""
@@ -160,7 +161,7 @@ class IndexEntry:
     sha256: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Manifest:
     """One checkpoint. The checkpoint exists if and only if its manifest exists and is no aborted mark."""
 
@@ -206,7 +207,7 @@ class Manifest:
         return self.indexes if self.boxes is None else (*self.indexes, self.boxes)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Owner:
     """The owner of an attempt: enough to tell, on the same boot and pid namespace, whether that process still lives."""
 
@@ -219,7 +220,7 @@ class Owner:
     user: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AttemptRecord:
     """`attempt.json`: one process lifetime of training on a run."""
 
@@ -239,7 +240,7 @@ class AttemptRecord:
     """Why it was, in the words of who did it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Note:
     """A fact about a checkpoint learned after its commit. kind: metric, text, verified, suspect, proven, signed.
     created: wall clock of the machine that added it, RFC 3339, UTC; for display, and for what was verified longest ago.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Final, Literal
+
+from tenuto.record import record
 
 TimedPart = Literal[
     "look_s",
@@ -25,7 +27,7 @@ TimedPart = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Timing:
     """Where the time of one save went, in seconds; 0 for what has not happened.
 
@@ -111,7 +113,7 @@ PARTS: Final = (*_OF_A_SAVE, *_OF_A_RESTORE)
 _COUNT_LIMIT: Final = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RankSpread:
     """One part of a save or a restore over its ranks, in seconds (`bytes`: in bytes).
 
@@ -143,7 +145,7 @@ class RankSpread:
         return self.quantiles[2]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RankTimings:
     """Where the time of one save or restore went on each of its ranks; parts that are 0 everywhere are left out.
 

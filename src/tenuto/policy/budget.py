@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import UsageError
@@ -12,13 +11,14 @@ from tenuto.model.ids import CheckpointId, attempt_key
 from tenuto.model.sizes import parse_bytes
 from tenuto.policy.keep import Best, CheckpointFacts, KeepPolicy, Latest, Opinion, protections
 from tenuto.policy.numbers import duration
+from tenuto.record import record
 from tenuto.units import size
 
 _SHOWN: Final = 5
 """Checkpoints that a warning names."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Budget:
     """nbytes: what data files may take. words: the same as it was given."""
 
@@ -44,7 +44,7 @@ def budget_of(nbytes: int | str | None, cost: float | None, per_gib_month: float
     return Budget(most, f"{money:g} a month ({size(most)})", f"cost={money:g}, per_gib_month={price:g}")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Limit(KeepPolicy):
     """Keeps what `inner` keeps, as far as it fits into the budget together with what is never removed."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal
 
 from tenuto.policy.keep import LEFT_BEHIND, CheckpointFacts, KeepPolicy, Milestones, Opinion
+from tenuto.record import record
 
 Unit = Literal["hour", "day", "week", "month", "year"]
 CALENDAR: Final[Mapping[Unit, str]] = {
@@ -23,7 +23,7 @@ EVENTS: Final = ("attempt", "fork", "rollback")
 _SECONDS: Final[Mapping[str, int]] = {"hours": 3600, "days": 86_400, "weeks": 7 * 86_400}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Calendar(Milestones):
     """The milestones of one unit of the calendar in UTC: for good, or of the `last` so many, counted back from the
     newest."""
@@ -66,7 +66,7 @@ class Calendar(Milestones):
         return f"keep.{CALENDAR[self.unit]}({self.last or ''})"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Within(KeepPolicy):
     """What was saved at most so long before the newest one. `spans`: the units and how many of each."""
 
@@ -97,7 +97,7 @@ def _newest_s(history: Sequence[CheckpointFacts]) -> float | None:
     return min([facts.created_s for facts in history if facts.created_s is not None][:2], default=None)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class After(Milestones):
     """The first checkpoint of each attempt, of each that continues another run, or of the first after each rollback."""
 

@@ -3,16 +3,16 @@ as the difference to what the run has saved before. Decisions and words only; no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Literal
 
 from tenuto.errors import UsageError
+from tenuto.record import record
 
 FAMILIES: Final = ("zstd", "lz4")
 MAX_DELTAS: Final = 32
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Encoding:
     """How saves store their chunks.
 

@@ -10,17 +10,17 @@ Sources: Daly 2006 (the exact optimum of the exponential model); Bosilca et al. 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import UsageError
+from tenuto.record import record
 
 PRIOR_FAILURES: Final = 1.0
 PRIOR_S: Final = 86_400.0
 """What is believed before a run has shown anything: a failure a day, as if one had been seen."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SaveCosts:
     """What a save costs. `slowdown`: by which share training is slower while a save is written, 0 to 1."""
 

@@ -13,12 +13,13 @@ import ast
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final, Literal, final
 
 from tenuto.errors import UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.numbers import duration, metric_name, min_or_max, whole_number
+from tenuto.record import record
 from tenuto.units import ordinal
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ KEEP: Final = "keep"
 LEFT_BEHIND = "on a line of training that was left behind"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckpointFacts:
     """One checkpoint of the run under judgement. Checkpoints of other runs are never judged."""
 
@@ -71,7 +72,7 @@ class CheckpointFacts:
         return (self.id.attempt, self.id.step)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class KeepVerdict:
     id: CheckpointId
     keep: bool
@@ -82,7 +83,7 @@ class KeepVerdict:
         return f"{'kept' if self.keep else 'removed'}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Opinion:
     """One policy's verdict on one checkpoint, before protections."""
 
@@ -143,7 +144,7 @@ class KeepPolicy(ABC):
         return Union(_members(self) + _members(other))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Union(KeepPolicy):
     """Keeps what any of `members` keeps, and reports all reasons."""
 
@@ -253,7 +254,7 @@ class Milestones(KeepPolicy):
         return self.outside() if span is None else f"{self.name(span)} is step {taken[span].id.step}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EverySteps(Milestones):
     steps: int
 
@@ -270,7 +271,7 @@ class EverySteps(Milestones):
         return f"keep.every(steps={self.steps})"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EveryHours(Milestones):
     hours: float
 
@@ -468,7 +469,7 @@ def _read(node: ast.expr) -> KeepPolicy:
             raise ValueError("not a policy of this module")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class All(KeepPolicy):
     def judge(self, history: Sequence[CheckpointFacts]) -> list[Opinion]:
         return [Opinion(True, "everything is kept") for _ in history]
@@ -480,7 +481,7 @@ class All(KeepPolicy):
         return "keep.all()"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Latest(KeepPolicy):
     n: int
 
@@ -510,7 +511,7 @@ class Latest(KeepPolicy):
         return f"keep.latest({self.n})"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Best(KeepPolicy):
     n: int
     metric: str

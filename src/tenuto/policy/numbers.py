@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
 from typing import Literal, SupportsIndex, cast
 
 from tenuto.errors import UsageError
+from tenuto.record import record
 
 
 def whole_number(value: object, call: str) -> int:
@@ -38,7 +38,7 @@ def duration(value: object, call: str) -> float:
     return number
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Margin:
     """How much a metric must change: an amount, or (`relative`) a fraction of the value it is compared with."""
 

@@ -11,17 +11,17 @@ formula with the failures that are expected there.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import UsageError
 from tenuto.policy.interval import SaveCosts, interval, optimum
+from tenuto.record import record
 
 MOST_RECALL: Final = 0.99
 """However good a predictor was: without regular saves one failure that it missed would lose everything."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Predictor:
     """precision: above 0 to 1. recall: 0 to 1. lead_s: seconds from an alarm to the failure."""
 
@@ -39,7 +39,7 @@ class Predictor:
             raise UsageError(f"a lead is a finite time, not {self.lead_s:g} s")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Plan:
     """How to save with a predictor, in seconds of work.
 

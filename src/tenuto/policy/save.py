@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, Literal, final
 
 from tenuto.errors import UsageError
 from tenuto.policy.interval import SaveCosts, interval, time_between_failures, waste
 from tenuto.policy.numbers import Margin, duration, whole_number
+from tenuto.record import record
 from tenuto.units import count, seconds
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Moment:
     """Where training is when it asks. `now_s`: any monotonic clock in seconds, the same one as in SaveHistory."""
 
@@ -31,7 +32,7 @@ class Moment:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SaveHistory:
     """This process's saves so far. `last_saved_step` includes a save in flight and the restored step."""
 
@@ -67,7 +68,7 @@ class SaveHistory:
     """How long those processes trained."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Decision:
     """Whether to save now, and why, in words that follow "saved: " or "not saved: "."""
 
@@ -127,7 +128,7 @@ class SavePolicy(ABC):
         return AnyOf(parts_of(self) + parts_of(other))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AnyOf(SavePolicy):
     """Saves when any of `parts` wants to, and reports all reasons."""
 
@@ -152,7 +153,7 @@ class AnyOf(SavePolicy):
         return " | ".join(map(repr, self.parts))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DividedPolicy:
     """A policy, and its two parts in a job: all ranks decide `alike` each by itself, one decides the rest for all."""
 
@@ -176,7 +177,7 @@ def parts_of(policy: SavePolicy) -> tuple[SavePolicy, ...]:
 # Metric triggers: a save when a metric improves on every save, or drops below the last one.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OnImprove(SavePolicy):
     """Saves when `metric` is better than the worst of the `top` best saves."""
 
@@ -209,7 +210,7 @@ class OnImprove(SavePolicy):
         return f"on.improve({', '.join(words)})"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OnDrop(SavePolicy):
     metric: str
     by: Margin
@@ -250,7 +251,7 @@ MAX_SHARE: Final = 0.5
 """The largest share: more than half of the time is surely a mistake."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EveryStall(SavePolicy):
     """Spends at most `share` (0 to 0.5) of wall time blocking the training thread for saves: copies and fence waits."""
 
@@ -295,7 +296,7 @@ def stall_share(value: object, name: str = "stall") -> float:
     return share
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EveryOptimum(SavePolicy):
     """Saves as often as loses least training time, by what saves cost and how often the run fails: more of the work is
     lost in a failure with fewer saves, and more of it goes into saves with more. Both are measured, and the interval
@@ -341,7 +342,7 @@ class EveryOptimum(SavePolicy):
 # Other triggers: a number of steps, epochs or minutes, the end of training, a signal.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EverySteps(SavePolicy):
     """Depends on the step alone, so every rank and every attempt decides alike."""
 
@@ -358,7 +359,7 @@ class EverySteps(SavePolicy):
         return f"every(steps={self.steps})"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EveryEpochs(SavePolicy):
     """Saves at the end of an epoch whose number, counted from 1, is a multiple of `epochs`."""
 
@@ -377,7 +378,7 @@ class EveryEpochs(SavePolicy):
         return f"every(epochs={self.epochs})"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EveryMinutes(SavePolicy):
     """Saves `minutes` after this process's last save started, or after its own start."""
 
@@ -395,7 +396,7 @@ class EveryMinutes(SavePolicy):
         return f"every(minutes={self.minutes:g})"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OnEnd(SavePolicy):
     @property
     def alike(self) -> bool:
@@ -408,7 +409,7 @@ class OnEnd(SavePolicy):
         return "on.end()"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OnSignal(SavePolicy):
     def wants(self, now: Moment, history: SaveHistory) -> str | None:
         return None if now.signal is None else f"{now.signal} came"

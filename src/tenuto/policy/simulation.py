@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from tenuto.errors import UsageError
 from tenuto.policy.interval import SaveCosts, interval
 from tenuto.policy.prediction import Plan, Predictor, plan
+from tenuto.record import record
 
 LEAST_NODE_SHARE: Final = 0.01
 """Even where no failure is expected to take a node with it, saves to the store are taken as if one in a hundred did."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Job:
     """A training and what happens to it. Times in seconds.
 
@@ -62,7 +63,7 @@ class Job:
         return plan(self.costs, self.mtbf_s / share, self.predictor, self.save_s)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Outcome:
     """Where the time of a training went, in seconds: `elapsed_s` is the sum of the others."""
 
@@ -125,7 +126,7 @@ def simulate(job: Job, seed: int = 0, *, most_failures: int = 1_000_000) -> Outc
         done = kept
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Way:
     """How a job trains: its usual stretch, and what it does about alarms."""
 
@@ -176,7 +177,7 @@ class _Way:
         return sorted(found)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Stretch:
     """Training from a start to the next failure. Work is counted from the beginning of the job, in seconds.
 

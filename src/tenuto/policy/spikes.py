@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from statistics import median
 from typing import Final, Literal
+
+from tenuto.record import record
 
 WINDOW: Final = 50
 """The most values before it that one is compared with."""
@@ -32,7 +33,7 @@ _LEAST: Final = 0.01
 Kind = Literal["spike", "divergence", "nan"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Spike:
     """A value that does not follow those before it.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import RankStoreLost
@@ -18,12 +17,13 @@ from tenuto.ranks.contract import KVStore, Settings
 from tenuto.ranks.heartbeats import rounds_of
 from tenuto.ranks.round import Round
 from tenuto.ranks.session import OFFER, Session
+from tenuto.record import record
 
 _SEARCH_LIMIT: Final = 1000
 """The number of rounds per kind that are searched for keys."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StaleSession:
     """An ended session of `world_size` ranks."""
 

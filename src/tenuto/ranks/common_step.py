@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from tenuto.errors import DeadlineExceeded, RankStoreLost
 from tenuto.ranks.contract import Deadline, KVStore
 from tenuto.ranks.session import Session
+from tenuto.record import record
 
 NONE: Final = -1
 """No step."""
@@ -30,7 +31,7 @@ JOIN_S: Final = 1.0
 """The limit for joining the thread in `close`: nobody needs its last reports."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepReport:
     """The state of one rank.
 
@@ -44,7 +45,7 @@ class StepReport:
     off: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepDecision:
     """The decision of the coordinator.
 

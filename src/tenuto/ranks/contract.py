@@ -7,10 +7,11 @@ as tests what a store must guarantee.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, Protocol, runtime_checkable
 
 from tenuto.concurrency.deadlines import Clock
+from tenuto.record import record
 
 TIMEOUT_S: Final = 600.0
 """How long ranks wait by default for one that is alive: to build its Checkpointer, to come to the step that all save
@@ -91,7 +92,7 @@ class KVStore(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class VoteResult:
     """The result of a vote, equal on all ranks. `reasons`: of the ranks that are against, by rank."""
 
@@ -110,7 +111,7 @@ class VoteResult:
 # Times: each rank has its own monotonic clock, which is never compared with another's.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Deadline:
     """A point in time that several waits may share. It keeps running while this process is stopped."""
 
@@ -131,7 +132,7 @@ class Deadline:
         return self.clock.now() >= self.at
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Settings:
     """The intervals and limits of heartbeats, requests and the handshake. Seconds."""
 

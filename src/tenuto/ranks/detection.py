@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +12,10 @@ from tenuto.errors import RanksNotSupported
 from tenuto.ranks.contract import KVStore, Ranks
 from tenuto.ranks.kv.in_process import InProcessKVStore
 from tenuto.ranks.kv.torch_store import initialised
+from tenuto.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Solo:
     """A group of one. `ranks=tenuto.Solo()` lets one process of a job work alone, such as to inspect a checkpoint."""
 

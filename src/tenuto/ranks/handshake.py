@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final
 
 from tenuto.concurrency.process import this_process
@@ -34,11 +34,12 @@ from tenuto.ranks.host_processes import (
     host_of,
 )
 from tenuto.ranks.session import OFFER, ROOT, Message, Session, decode, failure
+from tenuto.record import record
 
 # Hello and offer, the messages before there is a session. What cannot be decoded is ignored: it may be a leftover.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Hello:
     """The identity of a rank. `nonce` is fresh for each handshake of a process; `facts` must be equal on all ranks."""
 
@@ -72,7 +73,7 @@ class Hello:
             return None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Offer:
     """A session offered to all ranks.
 

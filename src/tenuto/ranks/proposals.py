@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
 from typing import Final
+
+from tenuto.record import record
 
 _FURTHEST: Final = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Proposal:
     """A save by every rank at its first step >= `step`. `by` is the rank that requested it."""
 

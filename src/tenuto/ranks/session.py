@@ -10,13 +10,14 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final, TypeVar
 
 from tenuto.errors import RankFailed, RanksDisagree, RanksError, RanksMissing, RankStoreLost
 from tenuto.ranks.contract import Deadline, KVStore, Settings
 from tenuto.ranks.heartbeats import RankWatch, StallGuard
 from tenuto.ranks.kv.watched import WatchedKVStore
+from tenuto.record import record
 
 _FAILURES: Final[dict[str, type[RanksError]]] = {
     "failed": RankFailed,
@@ -27,7 +28,7 @@ _KINDS: Final = {kind: name for name, kind in _FAILURES.items()}
 DATA: Final = "data"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Message:
     """One message. `kind` is "data" or the kind of failure."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, Literal
 
 from tenuto.errors import (
@@ -18,6 +18,7 @@ from tenuto.errors import (
 )
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest, Note
+from tenuto.record import record
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, Summary, decode_manifest, decode_outline
 from tenuto.repo.notes import ignore, notes, verification_of, with_notes
 from tenuto.repo.repository import Repo
@@ -30,7 +31,7 @@ MODES: Final = "modes"
 _EXAMPLE: Final = '"best:val_loss"'
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BestSelector:
     """`best:METRIC` or `best:METRIC:min|max`. `mode`: None for the direction that training has recorded."""
 
@@ -51,7 +52,7 @@ class BestSelector:
         return cls(metric_name(metric, _EXAMPLE), min_or_max(mode, metric))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Measured:
     """A checkpoint as `best` judges it: its metrics, also those noted later, whether damage was noted, whether it is
     healthy, and the directions in which its training's policies say that metrics improve."""

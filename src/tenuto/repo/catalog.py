@@ -29,6 +29,7 @@ from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, S
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.model.records import Manifest, Note, Receipt
+from tenuto.record import record
 from tenuto.repo.best import is_healthy
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
@@ -50,7 +51,7 @@ _BEGUN: Final = 64
 """Saves begun by this process whose files are known until they commit."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CatalogEntry:
     """The facts of one committed checkpoint.
 

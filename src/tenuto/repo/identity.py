@@ -9,7 +9,6 @@ removed: at any moment one of the two is whole.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.codec.digest import DIGEST_NAME
@@ -25,6 +24,7 @@ from tenuto.errors import (
 )
 from tenuto.events import warn
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.repo.format import objects
 from tenuto.repo.format.object_names import REPOSITORY, REPOSITORY_COPY
 from tenuto.store.contract import Store, is_unreadable
@@ -33,7 +33,7 @@ NAMES: Final = (REPOSITORY, REPOSITORY_COPY)
 DIGESTS: Final[dict[str, Json]] = {"chunk": DIGEST_NAME, "content": "sha-256", "object": DIGEST_NAME}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Identity:
     """`id`: 32 hexadecimal digits, drawn at creation. `chunk_bytes`: of a leaf's chunks. `created`, `version`: for the
     eye."""

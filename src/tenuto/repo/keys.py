@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import AlreadyExists, KeyMissing, ObjectNotFound, StoreUnavailable, UsageError, typed
+from tenuto.record import record
 from tenuto.repo.format import key_records, objects
 from tenuto.repo.format.object_names import KEYS, numbered
 from tenuto.repo.refs import numbers
@@ -31,7 +31,7 @@ KeySource = str | os.PathLike[str] | Callable[[], bytes | str]
 """A key file, `env:NAME`, or what returns a key of 32 bytes or a passphrase."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StoredRing:
     """`number`: of the object that holds it; 0 where there is none yet."""
 

@@ -27,6 +27,7 @@ from tenuto.errors import (
     typed,
 )
 from tenuto.model.ids import CheckpointId, run_key
+from tenuto.record import record
 from tenuto.repo.best import BEST, BestSelector, best
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.objects import Origin
@@ -46,7 +47,7 @@ _LOOKS: Final = 5
 _ID: Final = re.compile(r"(?:([^/]+)/)?a([0-9]{1,18})/(?:step-)?([0-9]{1,18})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Origin:
     """Where an attempt came from. `known` is False where nothing readable says it."""
 

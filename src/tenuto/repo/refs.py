@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Literal
 
 from tenuto.codec.digest import digest
@@ -22,6 +21,7 @@ from tenuto.errors import (
 )
 from tenuto.model.ids import CheckpointId, attempt_key, run_key
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.object_names import numbered
 from tenuto.repo.format.objects import checkpoint_json
@@ -66,7 +66,7 @@ LATEST: Final = "latest"
 """What no tag may be called: it always means the newest checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ref:
     kind: str
     name: str

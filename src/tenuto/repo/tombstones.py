@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.concurrency.process import judge, this_process
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError, UsageError
 from tenuto.model.ids import CheckpointId, parse_attempt, parse_step
 from tenuto.model.records import Owner
+from tenuto.record import record
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.small_records import owner_json, read_owner
 from tenuto.repo.repository import Repo, now_text
@@ -25,7 +25,7 @@ STALE_S: Final = 900.0
 remover looks for its own tombstone again right before it deletes."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tombstone:
     """`attempt`: the attempt that removes by retention; 0 for a person's or gc's removal."""
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
 from tenuto.errors import MissingExtra, install
+from tenuto.record import record
 from tenuto.report.series import Numbers, thinned
 from tenuto.units import seconds, size
 
@@ -53,7 +54,7 @@ _MARKS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Line:
     """look: one of "first", "second", "third", "behind"."""
 
@@ -62,7 +63,7 @@ class Line:
     look: str = "first"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Marks:
     """kind: one of "checkpoint", "latest", "best", "spike", "nonfinite". y: without it they stand on the axis."""
 

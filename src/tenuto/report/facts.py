@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -27,6 +27,7 @@ from tenuto.model.timing import Timing
 from tenuto.policy.keep import protections, recorded
 from tenuto.policy.spikes import falls
 from tenuto.policy.spikes import spikes as jumps
+from tenuto.record import record
 from tenuto.repo.best import Measured, Mode, best_of_each, is_healthy, modes_of
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.lineage import latest
@@ -58,7 +59,7 @@ BEFORE: Final = 50
 clock = time.time
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Attention:
     """Something that a person should look at. run: empty where it is about the whole repository. command: what to type
     next, empty where nothing follows."""
@@ -69,7 +70,7 @@ class Attention:
     command: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CheckpointReport:
     """One save: a checkpoint, or what has become of one. Times are seconds since 1970 by the clock of the machine that
     wrote them, None where nothing says them; sizes are bytes."""
@@ -116,7 +117,7 @@ class CheckpointReport:
         return self.health is not None and not self.health.healthy
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MetricReport:
     """One metric of a run. mode: in which direction it improves, where training has recorded that. spikes: checkpoints
     whose value jumps up, as `Repository.spikes` has it, where the metric falls; of others, whose value stands out from
@@ -131,7 +132,7 @@ class MetricReport:
     diverges: CheckpointId | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AttemptReport:
     """One process lifetime of training. parent: what it resumed from."""
 
@@ -140,7 +141,7 @@ class AttemptReport:
     created_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunReport:
     """One run. saves: oldest first, by attempt and step. trainer: of the newest attempt's process, as far as this
     machine can know. usual_s: the usual time between two saves, None where too few say it."""
@@ -172,7 +173,7 @@ class RunReport:
         return next((one for one in reversed(self.saves) if one.latest), None)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Report:
     """What there is to know of a repository at one moment. made_s: that moment, in seconds since 1970. trash,
     unfinished: bytes of removed checkpoints, and of saves that did not become one. free: bytes that are left where it

@@ -7,9 +7,9 @@ screen; tracks lie below each other, in pixels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
+from tenuto.record import record
 from tenuto.units import count
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _TOP, _TRACK, _BRANCH = 44, 24, 22
 _LEFT, _RIGHT = 2.0, 96.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Segment:
     """A piece of a line. x1, x2: per cent of the width. kind: on the line to the latest, left behind, or the way from a
     checkpoint to what was resumed from it."""
@@ -42,7 +42,7 @@ class Segment:
     kind: Literal["line", "behind", "branch", "fork"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Mark:
     x: float
     y: float
@@ -53,7 +53,7 @@ class Mark:
     """What it is, for a pointer that rests on it and for readers of the screen."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Drawing:
     """names: of runs, with their y. ticks: steps and their x."""
 

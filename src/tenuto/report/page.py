@@ -6,7 +6,6 @@ import base64
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
@@ -18,6 +17,7 @@ import numpy as np
 from tenuto.errors import MissingExtra, install
 from tenuto.formats.beside import Beside, refuse_other
 from tenuto.model.ids import attempt_key
+from tenuto.record import record
 from tenuto.report import lineage
 from tenuto.report.charts import Line, Marks, chart
 from tenuto.report.facts import lines_of
@@ -47,7 +47,7 @@ DOTS: Final = 60
 """Up to so many checkpoints, each is a dot on its line."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Figure:
     """A chart with what stands around it. legend: pairs of a look and its name."""
 

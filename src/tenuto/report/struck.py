@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tenuto.record import record
 from tenuto.report.supervision import Outage, read_lines, supervision_of
 from tenuto.units import count, seconds
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Struck:
     """One fault, or an end that none of them explains (`kind` "", as the rest of it).
 

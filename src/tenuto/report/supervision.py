@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from tenuto.errors import UsageError
+from tenuto.record import record
 
 LARGEST: Final = 64 << 20
 """Bytes of a journal that are read, its newest: stacks of hung ranks are long."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Outage:
     """One end that nobody asked for, and the way back. Times are seconds.
 
@@ -38,7 +38,7 @@ class Outage:
     how: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Supervision:
     """One `tenuto run`. began_s, ended_s: since 1970; where it still runs, or was killed, ended_s is its last line's.
     ettr: the share of its time in which training came to new steps (effective training time ratio); lost_s: the rest,

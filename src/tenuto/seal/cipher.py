@@ -10,13 +10,13 @@ from __future__ import annotations
 import hmac
 import secrets
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from tenuto.errors import CorruptionError, MissingExtra, Tampered, UsageError, install
 from tenuto.model import canonical_json
+from tenuto.record import record
 from tenuto.units import size
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Digests = np.ndarray[Any, np.dtype[np.uint8]]
 _DIGEST: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Identity:
     """What sealed bytes are part of: bytes of another repository, save or object are refused. `name`: the file's."""
 

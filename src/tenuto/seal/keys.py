@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Final
 
 from tenuto.errors import CorruptionError, KeyMissing, Tampered, UsageError, WrongKey
 from tenuto.model import canonical_json
+from tenuto.record import record
 from tenuto.seal import cipher
 from tenuto.seal.cipher import KEY, MAX_KEY_NUMBER, Buffer, Digests, Identity, PackKey, PackSealer
 from tenuto.seal.secret_sources import Lock, Secret
@@ -23,7 +24,7 @@ MAX_SLOTS: Final = 32
 MAX_OLDER: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Slot:
     """One way to the repository key. `wrapped`: that key, under the slot's own. `created`: for the eye."""
 
@@ -33,7 +34,7 @@ class Slot:
     created: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class KeyRing:
     """`key`: the number of the newest repository key. `older`: the others by number, each wrapped by the newest. A
     ring without slots is that of a repository whose keys were destroyed."""
@@ -188,7 +189,7 @@ def _older_bound(repository: str, number: int, by: int) -> bytes:
 # Changing. Each returns another ring, and changes nothing.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NewSlot:
     """A slot that is to be, with its key: the same one if it has to be added again."""
 

@@ -13,11 +13,12 @@ import os
 import secrets
 import stat
 import unicodedata
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 from tenuto.errors import KeyMissing, StoreDenied, StoreError, UsageError, in_words, typed
+from tenuto.record import record
 from tenuto.seal.cipher import KEY, missing
 
 Kind = Literal["file", "environment", "passphrase", "kms", "vault"]
@@ -28,7 +29,7 @@ SHORTEST: Final = 8
 """Characters of a passphrase, at least."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Cost:
     """scrypt's parameters: memory is 128 * n * r bytes, and time goes with n * r * p."""
 
@@ -44,7 +45,7 @@ class Cost:
         return power and 1 <= self.r <= 64 and 1 <= self.p <= 4 and 128 * self.n * self.r <= 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Lock:
     """What a slot records of how its key is protected. `name`: of the variable, or of the service's key. `data`: the
     salt, or what the service has encrypted."""
@@ -81,7 +82,7 @@ class Secret(Protocol):
 # 32 bytes.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RawKey:
     """`variable`: the environment variable that it is from, where it is from one."""
 
@@ -176,7 +177,7 @@ def from_variable(name: str) -> RawKey:
 # Passphrases.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Passphrase:
     """`cost`: of new slots."""
 
@@ -213,7 +214,7 @@ class Passphrase:
 # Services. They see a slot key, never the repository key, and log who has asked for it.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Kms:
     """AWS KMS, as boto3 finds region and credentials. `name`: id, ARN or alias of a symmetric key."""
 
@@ -254,7 +255,7 @@ def _context(repository: str) -> dict[str, str]:
     return {"tenuto-repository": repository}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Vault:
     """HashiCorp Vault's transit engine, at VAULT_ADDR with VAULT_TOKEN. `name`: MOUNT/KEY, such as transit/tenuto."""
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.errors import KeyMissing, StoreDenied, UsageError, typed
 from tenuto.model import canonical_json
+from tenuto.record import record
 from tenuto.seal.cipher import missing
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _LONGEST: Final = 16 << 10
 _MAKE: Final = "openssl genpkey -algorithm ed25519 -out FILE"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SignedObject:
     """An object of a checkpoint as it was signed: its full name, its length in bytes, and its SHA-256."""
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from tenuto.codec.chunk_map import Chunks
+from tenuto.record import record
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -26,7 +26,7 @@ SMALL_BYTES: Final = 16 << 10
 """Below this size, handling a piece by itself costs more than copying it once more."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReadTask:
     """Bytes `start..stop-1` of a pack, read at once; they contain the plan's runs `first..last-1`.
 
@@ -42,7 +42,7 @@ class ReadTask:
     shortest: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReadPlan:
     """The reads of one pack: its wanted chunks in the order in which they lie there.
 

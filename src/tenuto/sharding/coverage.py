@@ -12,13 +12,13 @@ Only axes along which some box is a part count, which for most leaves is one or 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from tenuto.errors import ShardMismatch
+from tenuto.record import record
 from tenuto.sharding.holdings import (
     LIMIT,
     Column,
@@ -40,7 +40,7 @@ MOST_SPLIT_AXES: Final = 12
 """Maximum number of split axes of one tensor: each doubles the corners."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fault:
     """The first wrong item of the first wrong target; it is covered `times` times."""
 

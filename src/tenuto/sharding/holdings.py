@@ -6,7 +6,6 @@ Also has the column arithmetic that every plan needs, and the names of leaves, r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from tenuto.errors import ShardMismatch
 from tenuto.model.leaf import Box
+from tenuto.record import record
 from tenuto.sharding.coalesce import cut
 
 Column = np.ndarray[Any, np.dtype[np.int64]]
@@ -148,7 +148,7 @@ def item_name(place: Sequence[int]) -> str:
     return f"item [{', '.join(map(str, place))}]" if len(place) else "its only item"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Holdings:
     """Boxes of leaves that ranks hold, have written or want.
 
@@ -195,7 +195,7 @@ class Holdings:
         return leaf_name(self.paths, int(self.leaf[at]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Shards:
     """One rank's rows; row i is line i.
 
@@ -370,7 +370,7 @@ def _widened(parts: Sequence[Matrix], axes: int, fill: int) -> Matrix:
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class DistinctBoxes:
     """Cells and the lines of Holdings that belong to each, ordered by leaf, then by start.
 
@@ -434,7 +434,7 @@ def _with_items(holdings: Holdings, size: Column) -> Column:
     return np.sort(np.concatenate([lines, one_each]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class ReplicaSets:
     """Sets of ranks that hold the same cells.
 

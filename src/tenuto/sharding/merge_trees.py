@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +17,7 @@ from tenuto.errors import CorruptionError, ShardMismatch
 from tenuto.model import canonical_json
 from tenuto.model.leaf import join
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.sharding.holdings import Column, rank_names
 from tenuto.state.tree import (
     FIRST_RANK,
@@ -46,7 +46,7 @@ _CONTENT: Final = frozenset({"i", "v", "meta"})
 """Fields of a node that hold other nodes."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Union:
     """The merged tree.
 
@@ -93,7 +93,7 @@ def _kinds(trees: Sequence[Json], digests: Sequence[Hashable] | None) -> list[li
     return list(found.values())
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _At:
     """A node of the `tree`-th distinct tree."""
 

@@ -9,12 +9,12 @@ by their start among those of similar length, so that one long interval does not
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from tenuto.errors import ShardMismatch
+from tenuto.record import record
 from tenuto.sharding.coalesce import cut
 from tenuto.sharding.coverage import Fault, first_fault
 from tenuto.sharding.holdings import (
@@ -36,7 +36,7 @@ from tenuto.sharding.holdings import (
 from tenuto.sharding.slices import Region, box_region
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class BoxColumns:
     """Boxes with at least one item; only boxes of one group can meet.
 
@@ -122,7 +122,7 @@ class _Slabs:
 # The overlap of a region of a leaf with one part of that leaf.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Overlap:
     """The items `region` of a part, which fill `where` of the result. Its axes are the leaf's; an integer index leaves
     one of length 1."""
@@ -175,7 +175,7 @@ def bands(one: Overlap, items: int) -> Iterator[Overlap]:
         yield Overlap(Region(first, counts, region.strides, region.flipped, counts), where)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Reshard:
     """The parts of saved boxes that form the wanted ones, ordered by `wanted`, then `saved`.
 
@@ -308,7 +308,7 @@ def _error(wanted: Holdings, at: int, fault: Fault) -> ShardMismatch:
 # The parts as bytes: which runs of a saved row go where in the wanted box.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Pieces:
     """Contiguous runs of bytes: `length[i]` bytes from `source[i]` of the saved row go to `target[i]` of the wanted
     box.

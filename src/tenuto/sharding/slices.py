@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from tenuto.errors import BadIndex
+from tenuto.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Region:
     """The items that an index selects.
 
@@ -43,7 +43,7 @@ class Region:
         return not any(flip and count > 1 for flip, count in zip(self.flipped, self.counts, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Block:
     """Bytes `start..stop-1` of a leaf, read at once.
 

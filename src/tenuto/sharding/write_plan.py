@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Final, Literal, get_args
 
 import numpy as np
 
 from tenuto.errors import UsageError
+from tenuto.record import record
 from tenuto.sharding.coalesce import cut
 from tenuto.sharding.holdings import (
     Column,
@@ -37,7 +38,7 @@ ROUNDS: Final = 64
 """Maximum number of rounds for sets of one size that share ranks."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class PourRound:
     """Sets of k ranks each, filled at once: `ranks` [sets, k]; `sets`: their numbers."""
 
@@ -115,7 +116,7 @@ def settle(plan: Sequence[PourRound], amount: Column, loads: Column) -> list[Mat
     return shares
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class PouredBytes:
     """Bytes `low[i]..high[i] - 1` of item `item[i]` go to the `member[i]`-th rank of its set."""
 
@@ -179,7 +180,7 @@ def deal(item_set: Column, nbytes: Column, step: Column, sets: tuple[Column, Col
         group = np.repeat(np.arange(len(counts)), counts)
         items = order[np.arange(starts[-1]) - starts[group] + bounds[one.sets][group]]
         found.append(_deal_round(one, items, group, (nbytes[items], step[items]), loads))
-    return PouredBytes(*(_joined([getattr(part, name) for part in found]) for name in PouredBytes.__slots__))
+    return PouredBytes(*(_joined([getattr(part, one.name) for part in found]) for one in fields(PouredBytes)))
 
 
 def _deal_round(
@@ -245,7 +246,7 @@ HOME_BYTES: Final = 64 << 10
 """The largest box that is kept where all nodes find it, if ranks of several nodes hold it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Assignment:
     """The boxes that each rank writes, ordered by rank, leaf and position.
 
@@ -267,7 +268,7 @@ class Assignment:
         return lines_of(self.rank, rank)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class _Options:
     """The arguments of `assign`."""
 

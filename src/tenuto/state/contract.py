@@ -14,6 +14,7 @@ import numpy as np
 
 from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Json
+from tenuto.record import record
 
 if TYPE_CHECKING:
     from tenuto.state.restore.match import Unmatched
@@ -54,7 +55,7 @@ class Device(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Flattened:
     """The training state as leaves, at one moment. Copies nothing: `sources` are the training's own tensors.
 
@@ -101,7 +102,7 @@ class Sink(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LoadReport:
     """The result of matching a checkpoint with a target, by path."""
 
@@ -117,7 +118,7 @@ class LoadReport:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LateRead:
     """`needs`: returns what `read` reads: by the name of a pack ranges of it, each from and to, in whole chunks."""
 

@@ -9,13 +9,14 @@ from math import prod
 from typing import Any, Final, Literal
 
 from tenuto.errors import UsageError
+from tenuto.record import record
 
 Span = tuple[int, int]
 """Begin and end of a run of indices."""
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BoxPart:
     """One box of the global tensor. `cut`: the spans of the local tensor's leading dimensions that contain it, in
     row-major order (empty: the entire tensor)."""
@@ -25,7 +26,7 @@ class BoxPart:
     shape: Shape
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ShardLayout:
     """The layout of a local tensor of shape `local` in a global one of shape `whole`.
 

@@ -14,13 +14,13 @@ import enum
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from tenuto.errors import UsageError
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.state.contract import Sink
 from tenuto.state.declarations import Shard
 from tenuto.state.update_barrier import UpdateGate
@@ -40,7 +40,7 @@ def is_stateful(value: Any) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tagged:
     """A value whose class the reading process did not offer. Nothing is imported by `type_name`.
 
@@ -119,7 +119,7 @@ class Adapter(Protocol):
 GROUP: Final = "tenuto.frameworks"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Framework:
     """A framework, and the modules of its integration. Every module but the adapter's is an optional ability.
 
@@ -299,7 +299,7 @@ def gate(state: Any, warn: Callable[[str], None]) -> UpdateGate | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Snapshot:
     """A mapping that some object's `state_dict()` has returned. keys: where it lies in the state; owner: what kind of
     object that was, such as "optimizer"."""
@@ -332,7 +332,7 @@ def find_snapshot(state: Mapping[Any, Any]) -> Snapshot | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Registered:
     name: str
     to_plain: Callable[[Any], Any]

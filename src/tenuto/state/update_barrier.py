@@ -13,10 +13,10 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final, Protocol
 
+from tenuto.record import record
 from tenuto.state.contract import Bound
 
 PROBATION: Final = 3
@@ -151,7 +151,7 @@ os.register_at_fork(after_in_child=_barriers.clear)
 # -- leaves
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Span:
     """Bytes `start..stop-1` of a leaf."""
 
@@ -160,7 +160,7 @@ class Span:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CaptureChoice:
     """The capture of the leaves of one save; a leaf in none of these is copied at once.
 

@@ -11,12 +11,13 @@ import bisect
 import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import TracebackType
 from typing import Final, Protocol, runtime_checkable
 
 from tenuto.errors import ObjectNotFound, StoreError
 from tenuto.model.records import Receipt
+from tenuto.record import record
 
 TEMPORARY: Final = ".tmp-"
 """Part of the last segment of every temporary: `<final name>.tmp-<token>`."""
@@ -42,7 +43,7 @@ class Content(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Bytes:
     """Content that is already one buffer."""
 
@@ -56,7 +57,7 @@ class Bytes:
         yield memoryview(self.data)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Entry:
     """An object in a listing: full name and length in bytes."""
 
@@ -66,14 +67,14 @@ class Entry:
     """As `Stat.modified_ns`; None where `Capabilities.lists_times` is not given."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Stat:
     length: int
     modified_ns: int
     """By the store's own clock: comparable only between objects of one store."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Listing:
     """One level of names, sorted. `directories` and `objects` hold last segments, not full names."""
 
@@ -88,7 +89,7 @@ class Listing:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Capabilities:
     commits: bool
     """Whether put_if_absent is atomic. Where it is not, the store holds data but never commits."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import ObjectNotFound, StoreError
+from tenuto.record import record
 from tenuto.store.base import BaseStore
 from tenuto.store.contract import Content, Entry, Listing, check_prefix, is_leftover, is_listable
 
@@ -15,7 +15,7 @@ STRIDE: Final = 4 << 20
 """The longest piece that is handed to a client at once: it copies each."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Node:
     """What a directory has under one name."""
 

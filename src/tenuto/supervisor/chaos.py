@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from tenuto.errors import UsageError, did_you_mean
 from tenuto.model.sizes import parse_time
+from tenuto.record import record
 from tenuto.supervisor.process_tree import ProcessTree
 from tenuto.telemetry.heartbeat import Beat
 
@@ -33,7 +34,7 @@ LASTS_S: Final = 10.0
 _EXAMPLE: Final = "--at 30s:kill,'step 400:nan'"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fault:
     """A fault that is due once both have come. at_s: since the supervisor began. kind: of KINDS. step: completed steps.
     rank: of the process that it strikes; None: one that is drawn. lasts_s: of those that end by themselves."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from statistics import median
 from typing import Final, Literal
 
+from tenuto.record import record
 from tenuto.telemetry.last_words import LastWords
 from tenuto.units import count, seconds
 
@@ -27,7 +28,7 @@ LASTING_S: Final = 60.0
 HOUR_S: Final = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ending:
     """How one start of the training ended. Times are seconds of one clock. `step`: the last completed step, None where
     the program reports none. `new`: whether it came further than every start before it. `words`: the last words that
@@ -52,7 +53,7 @@ class Ending:
         return self.new if self.step is not None else self.ended_s - self.began_s >= LASTING_S
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Limits:
     """How often a training is started again.
 
@@ -70,7 +71,7 @@ class Limits:
     final: Collection[Kind] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Decision:
     """`after_s`: how long to wait before the start. `reason`: in words that follow "started again: " or "ended: "."""
 

@@ -15,11 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
 from tenuto.errors import MissingExtra, UsageError, install
+from tenuto.record import record
 from tenuto.supervisor.decide import HOUR_S
 from tenuto.units import count, seconds
 
@@ -29,7 +29,7 @@ SEND_S: Final = 30.0
 _FROM_ENVIRONMENT: Final = "env:"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Message:
     """`key`: messages of the same one are alike, and sent once within an hour; empty for those that are always sent."""
 

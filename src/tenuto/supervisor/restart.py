@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from tenuto.record import record
 
 RESTART: Final = "TENUTO_RESTART"
 CAUSE: Final = "TENUTO_RESTART_CAUSE"
@@ -13,7 +14,7 @@ BATCH_SCALE: Final = "TENUTO_BATCH_SCALE"
 SKIP_STEPS: Final = "TENUTO_SKIP_STEPS"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Restart:
     """Which start of a training this is, as `tenuto run` counts them, and what it asks of the script.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 
 from tenuto.errors import TenutoError, UsageError, did_you_mean
+from tenuto.record import record
 from tenuto.supervisor.decide import CAUSES, HOUR_S, Ending, Kind
 from tenuto.supervisor.detectors.contract import FINDINGS
 from tenuto.supervisor.restart import Restart
@@ -36,7 +37,7 @@ RANKS: Final = "{ranks}"
 _EXAMPLE: Final = "--on hung=stop, --on out-of-memory=smaller-batch:3"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rules:
     """table: what is done about each cause. most: how often a cause may end the training within an hour."""
 

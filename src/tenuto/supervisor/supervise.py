@@ -19,6 +19,7 @@ from typing import Final
 from tenuto.concurrency.memory_headroom import memory_kills
 from tenuto.concurrency.process_trees import lives
 from tenuto.errors import TenutoError, UsageError
+from tenuto.record import record
 from tenuto.supervisor.actions import CAUSES_OF
 from tenuto.supervisor.beats_directory import beats_directory
 from tenuto.supervisor.chaos import Injector
@@ -63,7 +64,7 @@ RECENT_STEPS: Final = 50
 STACKS_S: Final = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Watch:
     """What is watched for. hang_s: how long no step is too long; None: learnt from its own steps, at least `least_s`
     and `unknown_s` before its first ones; 0: never. grace_s: to leave in, when it is asked to. deadline_s: after which
@@ -79,7 +80,7 @@ class Watch:
     end_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Account:
     """What became of a supervised training. `status`: its own, as a shell has it. `lost_s`: from each death to the
     first step that was new again, or to the end."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final, Literal
 
+from tenuto.record import record
 from tenuto.supervisor.actions import TABLE, Action
 from tenuto.supervisor.detectors.contract import END, STEPS, Detector, Finding, Name, Predictor, Sample
 from tenuto.supervisor.detectors.disk import directory_of
@@ -109,7 +110,7 @@ def _pace(before: Beat | None, beat: Beat) -> float | None:
     return (beat.at_s - before.at_s) / (beat.step - before.step)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Demand:
     """What the supervisor has to do because of a finding. at_once: the time that is left does not suffice for a step
     and a save, and what is sealed in memory can be written instead, once the processes have ended."""

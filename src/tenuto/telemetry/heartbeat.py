@@ -13,10 +13,10 @@ import os
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tenuto.record import record
 from tenuto.telemetry.last_words import LastWords, of_error, when_uncaught, write
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _SEQUENCE: Final = struct.Struct("<q")
 _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Beat:
     """`at_s`: by `time.monotonic` of this machine. `step`: completed steps. `saves`: how many have been committed;
     `save_s`, `save_bytes`: of the last one, how long it took and what this process wrote. `sealed`: of how many ranks

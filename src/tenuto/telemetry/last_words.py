@@ -11,17 +11,19 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
+
+from tenuto.record import record
 
 LONGEST: Final = 300
 """Characters of a message."""
 _LARGEST: Final = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LastWords:
     """What one process says of its end.
 

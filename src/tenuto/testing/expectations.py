@@ -9,10 +9,11 @@ from typing import Final
 
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.testing.recorder import Mark
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Saved:
     """A checkpoint's content if it exists: its tree, and the bytes of each leaf by path."""
 

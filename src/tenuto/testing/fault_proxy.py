@@ -24,6 +24,7 @@ from typing import Any, Final, Literal, Self
 from urllib.parse import unquote, urlsplit
 
 from tenuto.errors import UsageError
+from tenuto.record import record
 
 Kind = Literal["status", "hang", "cut request", "cut reply", "truncate", "flip", "lose reply", "hang reply"]
 """What happens to a request:
@@ -42,7 +43,7 @@ _HEAD_LIMIT: Final = 1 << 16
 _BLOCK: Final = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fault:
     """One fault, and the requests that it meets.
 

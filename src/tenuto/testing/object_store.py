@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError, StoreUnavailable
 from tenuto.model.records import Receipt
+from tenuto.record import record
 from tenuto.store.base import BaseReader, BaseStore
 from tenuto.store.contract import (
     Capabilities,
@@ -41,7 +42,7 @@ Fate = Literal["done", "refused", "reply lost"]
 failed."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Request:
     verb: Verb
     name: str

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from tenuto.record import record
 from tenuto.store.local.syscalls import FileSystem, Kind, Status
 from tenuto.testing.simulated_disk import ROOT, DiskImage
 
@@ -19,7 +20,7 @@ CallKind = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Call:
     """One call that changed something, or a flush. `inode`: the file (fsync_directory: the directory) concerned."""
 
@@ -40,7 +41,7 @@ class Call:
     """The machine that made the call, if several share the disk."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Mark:
     """What the program above the store knew at this point: `label` and its subject."""
 

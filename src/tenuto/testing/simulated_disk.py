@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
+from tenuto.record import record
 from tenuto.store.local.syscalls import Kind, Status
 
 _FIRST_DESCRIPTOR: Final = 1_000_000
@@ -385,7 +386,7 @@ ROOT: Final = 0
 """The inode of `/`, which always exists."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Contents:
     """A file's bytes: `size` of them, in blocks of 4096; blocks beyond the tuple read as zeroes."""
 
@@ -397,7 +398,7 @@ class Contents:
         return content[: self.size] + bytes(max(0, self.size - len(content)))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DiskImage:
     """Directories (name -> inode) and files, by inode. Only what is reachable from ROOT counts."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Final, Literal, cast, get_args
 
 from tenuto.concurrency.deadlines import seconds
@@ -16,6 +16,7 @@ from tenuto.policy.encoding import Encoding, encoding_of
 from tenuto.policy.keep import Best, KeepPolicy
 from tenuto.policy.numbers import metric_name, min_or_max
 from tenuto.policy.save import EveryOptimum, EveryStall, OnImprove, SavePolicy, parts_of
+from tenuto.record import record
 from tenuto.repo.best import BestSelector, Mode
 from tenuto.repo.keys import KeySource
 from tenuto.repo.refs import check_tag, is_name
@@ -32,7 +33,7 @@ ResumeFrom = Literal["latest"] | int | str | None
 """A step, a tag (of another run, too: that forks it), attempt/step such as "a0007/500", or None to start afresh."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Settings:
     """The arguments of a Checkpointer, checked, with the defaults in place."""
 
@@ -314,7 +315,7 @@ SAYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ArgumentAliases:
     """The names as they were given; None where one was not."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +17,7 @@ from tenuto.errors import RanksDisagree, RanksError, TenutoError, UsageError, in
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.contract import Ranks
+from tenuto.record import record
 from tenuto.repo.ownership.claim import Attempt, joined
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
@@ -203,7 +203,7 @@ class EmergencyPlaces:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _State:
     flattened: Flattened
     step: int

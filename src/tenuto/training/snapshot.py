@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
 from tenuto.policy.keep import KEEP
+from tenuto.record import record
 from tenuto.repo.best import MODES
 from tenuto.state.contract import Flattened
 from tenuto.state.declarations import Late
@@ -110,7 +111,7 @@ NOT_COVERED: Final = (
 GIT_DEADLINE_S: Final = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Findings:
     """A framework's findings. reasons: why a resume is not exact; caveats: why it may not be; unknown: what is out of
     sight and usually matters; counted: whether an entry of the state has the position in the data."""
@@ -273,7 +274,7 @@ FEW_TENSORS: Final = 64
 the samples are seldom compared."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StateMark:
     """A completed step that can still be saved, as long as nothing has changed the state since."""
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+from tenuto.record import record
 
 EPOCHS: Final = frozenset({"epoch", "current_epoch", "cur_epoch"})
 STEPS: Final = frozenset({"step", "global_step", "current_step", "iteration", "iter", "global_iter"})
@@ -26,7 +27,7 @@ SAME_ARRAYS_STEPS: Final = 10
 """Completed steps between two saves with the same immutable arrays: a step or two may leave its update out."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Seen:
     value: Any
     step: int

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.engine.save.handle import Save
 from tenuto.model.timing import RankTimings, Timing
+from tenuto.record import record
 from tenuto.units import count, seconds, size
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ ROWS: Final = (
 """The rows of a table of timings and their fields in a `Timing`; rows of zeros are left out."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Stats:
     """What saving has done and cost since this process began to train. `str` is a table.
 

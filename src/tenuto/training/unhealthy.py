@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from tenuto.model.health import Health
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.spikes import Kind, SpikeWatch, falls
+from tenuto.record import record
 from tenuto.repo.health import newest_healthy, way_back
 from tenuto.repo.repository import Repo
 
@@ -20,7 +20,7 @@ _METRICS: Final = 100
 """The most metrics that are watched."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Unhealthy:
     """What went wrong in training.
 

@@ -43,6 +43,20 @@ def test_only_the_thread_that_asks_stands_back() -> None:
     assert niceness() == before
 
 
+def test_a_thread_that_a_background_thread_has_started_serves_nothing_that_training_waits_for() -> None:
+    """A new thread has the priority of the one that starts it."""
+    pool, before, found = WorkerThreads(foreground=True), niceness(), list[int]()
+
+    def submit() -> None:
+        work = pool.submit(lambda: found.append(niceness()), "work")
+        work.join()
+
+    in_a_thread(lambda: (lower_priority(), submit()))
+    for _ in range(2):
+        submit()
+    assert found == [max(NICE, before), before, before]
+
+
 CALLS = {"x86_64": (251, 252), "aarch64": (30, 31)}
 """Numbers of ioprio_set and ioprio_get, by machine."""
 LAST = 2 << 13 | 7

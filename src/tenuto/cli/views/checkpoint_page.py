@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from tenuto.cli.views.shards import Contents
 from tenuto.cli.views.state_tree import TreeLine, lines
 from tenuto.model.exactness import because, exactness
 from tenuto.model.records import Manifest
+from tenuto.record import record
 from tenuto.repo.bases import data_files_of
 from tenuto.units import count, size
 
@@ -25,7 +25,7 @@ OTHER_COLUMNS: Final = 24
 """What the sums and the gaps beside a name and a value take."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Limits:
     """How much of what has no bound is shown."""
 
@@ -38,7 +38,7 @@ _LIMITS: Final = (_Limits(3, 2, 8), _Limits(2, 1, 7), _Limits(1, 1, 6), _Limits(
 """Tried in this order until the page fits."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Page:
     """What a page says. verdict: what is known of a resume. reasons, caveats: why it is not exact, or may not be.
     unusual: rows for what is not so of most checkpoints."""

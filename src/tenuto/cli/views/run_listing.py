@@ -17,6 +17,7 @@ from tenuto.errors import (
 )
 from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
+from tenuto.record import record
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
 from tenuto.repo.format.object_names import NOTES
 from tenuto.repo.notes import verification_of
@@ -49,7 +50,7 @@ EXACTNESS: Final[Mapping[str, str]] = {
 """Verdicts of certificates as marks of what training resumes from; "no known gap" is the usual one."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunRow:
     """One step's directory. `message`: the problem, in words of the reader that rejected it. `goes`: when the space of
     a removed one may come free, as text like `created`; empty if nobody has marked it yet."""
@@ -159,7 +160,7 @@ def restorable(notes: Sequence[Note]) -> str:
     return f"restorable: proven{f' {ago} ago' if ago else ''}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunOwner:
     """The process that trains a run. `alive`: None where this machine cannot tell at once, as of another host's."""
 
@@ -185,7 +186,7 @@ class RunOwner:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunRows:
     """One run: its rows, newest first (a higher attempt is newer), and all attempts, even those that saved nothing.
 

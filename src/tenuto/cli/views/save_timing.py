@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.cli.console import output
@@ -11,6 +10,7 @@ from tenuto.cli.console.output import Columns
 from tenuto.errors import CheckpointNotFound, CorruptionError
 from tenuto.model.ids import CheckpointId, attempt_key
 from tenuto.model.timing import RankTimings, Timing
+from tenuto.record import record
 from tenuto.units import seconds, size
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ MEANING: Final[Mapping[str, str]] = {
 """The columns of durations, and what they say."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TimingRow:
     """One checkpoint. `timing`: None if its manifest has none, or cannot be read (`message`)."""
 

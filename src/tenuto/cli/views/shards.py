@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tenuto.cli.console import output
 from tenuto.cli.console.output import Columns
 from tenuto.model.leaf import LeafSpec
+from tenuto.record import record
 from tenuto.sharding.holdings import rank_names
 from tenuto.units import size
 
@@ -24,7 +24,7 @@ LeafPart = tuple[int, tuple[int, ...], tuple[int, ...]]
 """The rank, where the part begins in its leaf, and its shape."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Contents:
     """A checkpoint's leaves. `shared`: the manifest tree's leaves by number, with full shapes. `parts`: by path, with
     several ranks."""

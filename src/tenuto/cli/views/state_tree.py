@@ -9,6 +9,7 @@ from typing import Any
 from tenuto.cli.console.output import NARROWEST, cells, clean, clipped, padded, width
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.state.tree import KEYED, LEAVES, NAMED, OWN, children, is_plain, items, kind_of, sequence
 from tenuto.units import count, size
 
@@ -16,7 +17,7 @@ SHOWN_TEXT = 56
 """Maximum characters of a plain value."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TreeLine:
     """One entry: a leaf (`what`: dtype and shape), a plain value (`what`: its text), or a group."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -21,6 +20,7 @@ from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Manifest
 from tenuto.ranks.round import Round
+from tenuto.record import record
 from tenuto.repo.format.columns import Kind, decode_columns, decode_json, encode_columns, encode_json
 from tenuto.repo.replicated.partial_copy import PartialCopy, Span, partial_name
 from tenuto.repo.replicated.replica import exists
@@ -42,7 +42,7 @@ _KINDS: Final[tuple[Kind, ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class LackedRanges:
     """Bytes of packs that some ranks lack: `ranges.pack` are places in `names`, full names of packs."""
 

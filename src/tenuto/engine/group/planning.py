@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +24,7 @@ from tenuto.model.leaf import Box, LeafSpec, dtype
 from tenuto.model.records import Json
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.round import Round
+from tenuto.record import record
 from tenuto.repo.format.columns import Kind, decode_columns, decode_json, encode_columns, encode_json, narrowest
 from tenuto.repo.format.shard_table import BoxTable
 from tenuto.sharding.coverage import check_coverage
@@ -49,7 +50,7 @@ _LAYOUT_KINDS: Final[tuple[Kind, ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class RankLayout:
     """`digest`: of the rank's tree, with the plain values of the moment: equal for ranks whose trees are equal."""
 
@@ -150,7 +151,7 @@ _IN_HOME: Final[tuple[Kind, ...]] = (("in_home", "U64", "<u8"),)
 """Of plans where some rank writes for the home."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class GroupPlan:
     """A planned structure, on the coordinator.
 
@@ -285,7 +286,7 @@ def _table(held: Holdings, boxes: Holdings, layouts: Sequence[RankLayout]) -> Bo
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Piece:
     """The part of one of the rank's own rows that it writes: all of it (`cut` is None), or a box."""
 

@@ -7,7 +7,6 @@ those differ is every row's digest requested, to name the leaf.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,11 +15,12 @@ import numpy as np
 from tenuto.codec.digest import DIGEST_BYTES, digest
 from tenuto.errors import ShardMismatch
 from tenuto.model.leaf import LeafSpec
+from tenuto.record import record
 from tenuto.sharding.holdings import Column, DistinctBoxes, Holdings, rank_names, replica_sets
 from tenuto.state.contract import Bound, Flattened
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class ReplicaGroups:
     """The replicas among the lines of Holdings; -1 for a line that only one rank holds.
 
@@ -32,7 +32,7 @@ class ReplicaGroups:
     set: Column
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ComparedRows:
     """The rows of one rank that are compared, set by set, within each in an order that is the same on its ranks. Set k
     is `rows[bounds[k]:bounds[k + 1]]`."""

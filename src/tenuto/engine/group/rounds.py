@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from tenuto.concurrency.deadlines import Clock
@@ -13,6 +12,7 @@ from tenuto.errors import CorruptionError, ObjectNotFound, RanksDisagree, SaveFa
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.ranks.round import Round
+from tenuto.record import record
 from tenuto.repo.format.object_names import begin_name
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.repository import Repo
@@ -23,7 +23,7 @@ from tenuto.repo.repository import Repo
 REFUSED: Final = "refused"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RankMessage:
     kind: str
     head: Mapping[str, Any]

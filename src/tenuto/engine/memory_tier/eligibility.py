@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tenuto.concurrency.process import this_process
@@ -20,6 +19,7 @@ from tenuto.engine.memory_tier.seal import Seal, SealHolder
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError
 from tenuto.model.ids import CheckpointId, parse_step
 from tenuto.model.records import AttemptRecord
+from tenuto.record import record
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.repository import Repo
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tenuto.engine.memory_tier.slot_pool import MemorySlot
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EligibleImage:
     """An image that the run may resume from. `base`: the newest checkpoint of its line that is durable, None if nothing
     is; `durable`: the image is that very checkpoint, and only quicker to read."""
@@ -126,7 +126,7 @@ def _save_id(repo: Repo, id: CheckpointId) -> str | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Candidate:
     """A sealed image from which the run may resume, and the slot that it lies in."""
 

@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.concurrency.memory_headroom import memory_headroom
@@ -16,9 +15,10 @@ from tenuto.engine.staging import slots
 from tenuto.engine.staging.arena import NoRoom, file_system_headroom
 from tenuto.engine.staging.slots import OtherUsers, Slot, parse_name, read_seals
 from tenuto.events import Emitter, Warned
+from tenuto.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FoundImage:
     """One file. `bytes`: what it takes; `alive`: a process holds its slot; `footer`: None where it is not sealed.
     `pid`: the holder's, where it has one in this process's own pid namespace."""

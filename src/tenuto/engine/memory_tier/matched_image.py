@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import accumulate
 from typing import Final
 
@@ -18,6 +18,7 @@ from tenuto.model import canonical_json
 from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Index, Json, Manifest
 from tenuto.ranks.round import Round
+from tenuto.record import record
 from tenuto.repo.format.leaf_table import LeafTable, leaf_forms
 from tenuto.state.contract import Buffer, Form, Prepared, Sink
 from tenuto.state.restore.match import refuse_unmatched
@@ -30,7 +31,7 @@ layout."""
 _NOTHING: Final = np.empty(0, np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MatchedImage:
     """An image matched with a state. `rows`: those of its index, by leaf and box."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -34,6 +33,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json
 from tenuto.ranks.contract import VoteResult
 from tenuto.ranks.round import Round
+from tenuto.record import record
 from tenuto.repo.format.objects import checkpoint_json
 from tenuto.repo.repository import Repo
 
@@ -165,7 +165,7 @@ def _ignore(message: str) -> None:
 # Several ranks: all of them resume from memory, or none.
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CommonImage:
     """A state of which every rank has an image, sealed under `save_id`."""
 

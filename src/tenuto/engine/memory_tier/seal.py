@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from tenuto.concurrency.process import this_process
@@ -15,6 +15,7 @@ from tenuto.errors import CorruptionError, FormatTooNew
 from tenuto.model.canonical_json import MAX_INTEGER
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.repo.format import objects
 from tenuto.repo.format.objects import Fields, checkpoint_json
 from tenuto.repo.repository import Repo, now_text
@@ -24,7 +25,7 @@ _MAX_WHERE: Final = 1500
 """Bytes that a place's name may take as JSON: what is longer is left out, for a block of the seal has 4096."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SealedObject:
     """An index or a manifest as a seal names it."""
 
@@ -32,7 +33,7 @@ class SealedObject:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SealHolder:
     """The owner of an image: the attempt that completed its step, and the random id of that attempt's claim."""
 
@@ -40,7 +41,7 @@ class SealHolder:
     claim: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Seal:
     """One seal. `id`: the checkpoint that its manifest describes; `holder`: whose it is now, a later attempt where one
     has gone on from it. `image`, bytes: where the index begins, which the manifest follows.

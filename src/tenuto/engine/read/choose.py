@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
+from tenuto.record import record
 from tenuto.repo.format.objects import Origin
 from tenuto.repo.identity import refuse_two
 from tenuto.repo.lineage import latest, walk
@@ -53,7 +54,7 @@ class CheckpointLeaves(Protocol):
     def private(self) -> Json: ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FullLeaves:
     """`CheckpointLeaves` where an index has only parts of them."""
 
@@ -67,7 +68,7 @@ Skipped = tuple[CheckpointId, str]
 """A checkpoint that was passed over, and why."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RestoreResult:
     """What was restored, from where, and what was skipped on the way. `ranks`: the timings of several ranks. `metrics`:
     those of the manifest and those noted later; None where nobody looked for notes. `newest`: what `latest` meant when
@@ -291,7 +292,7 @@ def _restored(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) 
     return RestoreResult(id, manifest, state, prepared.report, moved, seconds, metrics=metrics)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Matched:
     """A checkpoint that has been matched with a target, of which nothing has changed yet.
 
@@ -369,7 +370,7 @@ def fetch(
     return found.prepared, found.read(node, None)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Checkpoint:
     """A committed checkpoint: where it lies and what it holds. `content` is the SHA-256 of all it holds."""
 
@@ -399,7 +400,7 @@ class Checkpoint:
         return self.id.step
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Restored:
     """A restored state. `report` names what matched and what did not, by path; `certificate` says what could make a
     resume from it inexact; `skipped` are damaged checkpoints that were passed over, with the reason. `memory_s`: for

@@ -22,6 +22,7 @@ from tenuto.engine.read.packs import OpenPack, damaged, from_any_copy, missing, 
 from tenuto.errors import CorruptionError, ObjectNotFound, TenutoError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import PackEntry
+from tenuto.record import record
 from tenuto.repo.format.stored_chunks import RAW
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coalesce import GAP_BYTES, TASK_BYTES, Flags, ReadPlan, ReadTask, coalesce, wanted_bytes
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 PIECE_BYTES: Final = 8 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class ChunkRun:
     """Bytes `start..stop-1` of pack `pack`: the chunks follow each other without a hole."""
 
@@ -169,7 +170,7 @@ class _Lists(NamedTuple):
         return cls(*(getattr(chunks, name).tolist() for name in cls._fields))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Request:
     """The arguments of one `read`."""
 

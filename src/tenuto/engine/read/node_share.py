@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +30,7 @@ from tenuto.events import Emitter, Warned
 from tenuto.model import canonical_json
 from tenuto.model.records import Json, Owner
 from tenuto.ranks.agreement import Agreement
+from tenuto.record import record
 from tenuto.sharding.coalesce import TASK_BYTES, cut
 from tenuto.sharding.holdings import Column
 from tenuto.state.contract import Buffer
@@ -53,7 +54,7 @@ LONGEST: Final = 1 << 44
 """Bytes of a pack, at most."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class PackRanges:
     """Bytes `low[i] .. high[i] - 1` of pack `pack[i]`, a number that is the same on all ranks."""
 
@@ -86,7 +87,7 @@ class PackRanges:
         return self.take(np.flatnonzero(self.high - self.low >= WORTH_SHARING))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class SharedBlocks:
     """Block i: bytes `low[i] .. high[i] - 1` of pack `pack[i]`, which two ranks or more want. The one at place
     `owner[i]` of the node reads it, in whole pages, into its window at `at[i]`.
@@ -449,7 +450,7 @@ _WINDOWS: Final = "reads"
 """The directory of windows, beside those of the repositories, whose ids are longer."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NodePeers:
     """The ranks of one node, this one too, in order of their numbers. `owners`: their processes."""
 

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -22,6 +21,7 @@ from tenuto.engine.staging import arena as arenas
 from tenuto.engine.staging import slots
 from tenuto.engine.staging.slots import Slot
 from tenuto.model.records import Owner
+from tenuto.record import record
 from tenuto.state.contract import Buffer
 
 PAGE: Final = 4096
@@ -33,7 +33,7 @@ REQUESTED, OPEN = 1, 2
 """Stages: the request is there; marks and blocks are too."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WindowAddress:
     """The place of a rank's window, and the process that it belongs to."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
 from tenuto.engine.read.leaf_reader import MemorySink
 from tenuto.engine.read.local_state import LocalState, Part, is_saved
 from tenuto.errors import CorruptionError
+from tenuto.record import record
 from tenuto.sharding.coalesce import cut
 from tenuto.sharding.holdings import Column, Holdings
 from tenuto.sharding.reshard import Overlap, Reshard, bands, pieces, runs
@@ -24,7 +24,7 @@ PIECE_BYTES: Final = 8 << 20
 """The most that one of several threads cuts out at once."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class ContiguousReads:
     """Run i: bytes `first[i] .. stop[i] - 1` of row `row[i]` of rank `saver[i]`. They go to `sinks[i]`."""
 
@@ -85,7 +85,7 @@ class BoxTarget:
             self._ours.fill(self.memory)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BoxRead:
     """The items of `taken.region` of a row of `saver` go to `taken.where` of the target's array."""
 

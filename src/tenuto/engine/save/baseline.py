@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +13,7 @@ from tenuto.engine.staging.plan import SavePlan
 from tenuto.errors import CheckpointNotFound, CorruptionError, StoreError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, PackEntry, StoredChunks
+from tenuto.record import record
 from tenuto.repo.format.index import ShapeRows
 from tenuto.repo.format.stored_chunks import RAW
 from tenuto.repo.repository import Repo
@@ -25,7 +26,7 @@ SPARSE: Final = 0.25
 so that the rest can go."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Baseline:
     """The chunks of one checkpoint, and of what they are decoded from.
 

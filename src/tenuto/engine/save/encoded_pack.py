@@ -12,6 +12,7 @@ import numpy as np
 from tenuto.codec.digest import digest
 from tenuto.engine.staging.plan import ImagePlan
 from tenuto.model.records import PackEntry
+from tenuto.record import record
 from tenuto.repo.format.object_names import encoded_pack_file
 from tenuto.seal.cipher import TAG, PackSealer
 
@@ -42,7 +43,7 @@ class Body(NamedTuple):
     """The chunk of this save whose rounding it is decoded from, or -1."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Segment:
     """A pack whose bytes are all there: those in `memory`, then those of the image in `straight`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.save.commit_protocol import ManifestCallback, SoloCommit
@@ -13,12 +13,13 @@ from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Manifest, Receipt
+from tenuto.record import record
 from tenuto.repo.commit import commit
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Held:
     """A save that has everything but its manifest."""
 

@@ -20,6 +20,7 @@ from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Json, Manifest, PackEntry, Receipt
+from tenuto.record import record
 from tenuto.repo.format.index import encode_index
 from tenuto.repo.format.manifest import content_digest, encode_manifest
 from tenuto.repo.format.object_names import index_file
@@ -35,7 +36,7 @@ DIGESTED_BYTES: Final = 4 << 20
 """Bytes that are digested at a time behind a copy that is still under way."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ManifestDetails:
     """What a manifest says beside the state itself."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, Json, PackEntry
 from tenuto.policy.encoding import Encoding
+from tenuto.record import record
 from tenuto.repo.encoded_places import described
 from tenuto.repo.format.index import ShapeRows
 from tenuto.repo.format.object_names import encoded_pack_file
@@ -86,7 +87,7 @@ class Transcoder:
         return {"decision": f"chunks are {how} for this tier", "tier": described(encoding), **numbers}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rows:
     """Where the chunks of an index lie in its rows: the row of each, its first byte there, and its length."""
 

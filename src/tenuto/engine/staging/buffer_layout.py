@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from tenuto.codec.digest import digest
 from tenuto.errors import DuplicatePath, UsageError
 from tenuto.model.leaf import METADATA, DType, LeafSpec, dtype
+from tenuto.record import record
 from tenuto.repo.format.object_names import pack_file
 from tenuto.repo.format.safetensors import ALIGNMENT, entry_text, pad_header
 
@@ -32,7 +32,7 @@ _SAVE_ID_AT: Final = 8 + len(_PREFIX)
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PackPlan:
     """One pack: `start`, where its first byte lies in the image; `header_length` and `length` (the file's) in bytes."""
 
@@ -42,7 +42,7 @@ class PackPlan:
     length: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class BufferLayout:
     """Where every leaf lies. Columns are int64 [n] by leaf number (the row of `specs`).
 
@@ -127,7 +127,7 @@ def stored_name(spec: LeafSpec) -> str:
     return spec.path if spec.offsets is None else f"{spec.path}@{','.join(map(str, spec.offsets))}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Form:
     """The properties of leaves of one dtype and shape: their rank in the image, their length, their entry."""
 

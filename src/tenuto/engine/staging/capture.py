@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from tenuto.engine.staging.arena import Arena
 from tenuto.engine.staging.buffer_layout import BufferLayout
 from tenuto.errors import UsageError
 from tenuto.model.leaf import dtype
+from tenuto.record import record
 from tenuto.state.contract import Bound, Flattened
 
 BATCH_BYTES: Final = 16 << 20
@@ -32,7 +32,7 @@ Array = np.ndarray[Any, Any]
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Group:
     """The leaves of one device: their numbers in image order, and the destinations bound in that order."""
 
@@ -47,7 +47,7 @@ class _Group:
         return [every[number] for number in self.leaves]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Batch:
     """Rows `first..stop-1` of every group, which complete the image up to byte `end`."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from tenuto.engine.staging.capture import STEPS_IN_WINDOW, Capturer
 from tenuto.events import Emitter
 from tenuto.model.canonical_json import Spelled
 from tenuto.model.leaf import LeafSpec
+from tenuto.record import record
 from tenuto.repo.format.index import ShapeRows
 from tenuto.repo.format.manifest import leaf_table
 from tenuto.state.contract import Flattened
@@ -105,7 +105,7 @@ class Digester:
         return out
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ImagePlan:
     """Where the leaves of one structure, and their chunks, lie in an image."""
 
@@ -120,7 +120,7 @@ class ImagePlan:
         return cls(rank, chunk_bytes, layout, ChunkTable(layout, chunk_bytes))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SavePlan(ImagePlan):
     """What every save of one structure uses. `table`: the leaves, for the index and for the content digest."""
 

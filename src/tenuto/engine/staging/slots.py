@@ -26,11 +26,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import CorruptionError
 from tenuto.model import canonical_json
+from tenuto.record import record
 
 # --------------------------------------------------------------------------------------------------
 # The seal of an image's file: two blocks of 4096 bytes at its very end, of which the newer undamaged one counts.
@@ -112,7 +112,7 @@ _PATIENCE_S: Final = 0.2
 """A starting process locks a dead owner's slot for the time of one rename: that is waited out."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Slot:
     """`parent` is `<repository>/<run>` below a user's directory in `root`; `name` is as `slot_name` makes it. `user`:
     another user than this process's own, whose slots are only read."""
@@ -123,7 +123,7 @@ class Slot:
     user: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OtherUsers:
     """The other users with a directory in shared memory.
 

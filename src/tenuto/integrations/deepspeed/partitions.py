@@ -8,19 +8,19 @@ a run of its elements, in row-major order, and so is the state that the optimize
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from tenuto.errors import StateError, UsageError
+from tenuto.record import record
 from tenuto.state.declarations import Shard, flat
 
 FLAT: Final = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 """The attribute with the flat partitions of ZeRO 3; of ZeRO 1 and 2; of ZeRO 1 with bfloat16 and float32 gradients."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Piece:
     """What this rank has of one parameter: `length` elements from `start` on of partition number `partition` (they are
     those from `begin` on of the parameter). Without any, `length` is 0."""

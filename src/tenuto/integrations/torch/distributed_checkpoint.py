@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -55,6 +55,7 @@ from tenuto.model.leaf import Box
 from tenuto.policy.keep import KeepPolicy
 from tenuto.ranks.contract import TIMEOUT_S, Ranks
 from tenuto.ranks.detection import Solo, find_ranks
+from tenuto.record import record
 from tenuto.state.declarations import BoxPart, Shard, ShardLayout, at_offsets, checked
 from tenuto.state.tree import KEYED, LEAVES, OWN, WRAPPERS, children, items, kind_of, sequence
 from tenuto.store.contract import Where
@@ -89,7 +90,7 @@ def _names_step(checkpoint_id: Any) -> bool:
 # -- saving
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Writers:
     """How many ranks DCP saves with: every rank is told with its plan."""
 
@@ -414,7 +415,7 @@ class StorageReader(dcp_storage.StorageReader):
             return found
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Entry:
     """What DCP calls one item of a state: a tensor, or a value as a whole."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from tenuto.integrations.torch.device import QUANTISED, TORCH_DTYPES, TorchDevic
 from tenuto.integrations.torch.meshes import is_dtensor
 from tenuto.model.leaf import DTYPES, LeafSpec, escape, join
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.state.contract import Buffer, Sink
 from tenuto.state.declarations import Shard, ShardLayout, attached, declarations
 from tenuto.state.encode.aliasing import Geometry
@@ -73,7 +73,7 @@ def about(seen: Signature) -> dict[str, Json]:
     return properties
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TensorForm:
     """The common part of the leaves of all tensors of one signature: dtype name and shape, node properties, device,
     geometry."""

@@ -18,6 +18,7 @@ from torch import nn
 from tenuto.errors import StateError
 from tenuto.integrations.torch.fence import found_in
 from tenuto.integrations.torch.meshes import is_dtensor
+from tenuto.record import record
 from tenuto.state.declarations import ShardLayout, absent_layout, replicated_layout
 from tenuto.state.tree import ROOT
 
@@ -56,7 +57,7 @@ def refuse_unknown(module: nn.Module, path: str) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WrappedModule:
     """A module within the saved one: its prefix in state_dict(), and the same without wrappers."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
 
 from tenuto.ranks.contract import KVStore
+from tenuto.record import record
 
 
 class InProcessKVStore:
@@ -51,7 +52,7 @@ class InProcessKVStore:
             return sorted(self._values)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ThreadRanks:
     """One of many ranks in one process, for tests and simulations. All get the same store."""
 

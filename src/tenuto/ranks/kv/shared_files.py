@@ -10,18 +10,18 @@ import errno
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from tenuto.concurrency.deadlines import DeadlineWorker
 from tenuto.errors import RankStoreLost, UsageError
 from tenuto.ranks.contract import KVStore
+from tenuto.record import record
 
 _NO_LINKS: Final = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SharedFiles:
     """The ranks of a job that meet in `directory`, for jobs whose processes do not meet in torch.distributed.
 

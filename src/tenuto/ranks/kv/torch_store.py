@@ -11,7 +11,6 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Final, TypeVar
@@ -19,6 +18,7 @@ from typing import Any, Final, TypeVar
 from tenuto.concurrency.deadlines import DeadlineWorker
 from tenuto.errors import RankStoreLost
 from tenuto.ranks.contract import KVStore
+from tenuto.record import record
 
 _PART_BYTES: Final = 1 << 20
 """The store's server closes a connection that sends much more than 8 MiB at once."""
@@ -31,7 +31,7 @@ _CONNECT_S: Final = 300
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TorchRanks:
     """The ranks of torch.distributed's default process group."""
 

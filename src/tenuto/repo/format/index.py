@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from tenuto.errors import CorruptionError, StateError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec, dtype
 from tenuto.model.records import Index, Json, PackEntry, StoredChunks
+from tenuto.record import record
 from tenuto.repo.format.columns import column_names, decode_columns, decode_json, encode_columns, encode_json
 from tenuto.repo.format.leaf_table import LeafSpecs
 from tenuto.repo.format.object_names import check_file, index_file
@@ -93,7 +93,7 @@ def lengths(dims: Array, bounds: Array, itemsize: Array, head: Fields) -> Array:
 Column = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class ShapeRows:
     """The dtypes and shapes of rows. Row i has the dtype `dtypes[code[i]]` and the dimensions of `dims` that end at
     `ends[i]`; the first `shared` rows are leaves of the manifest's tree, the others of the private one.
@@ -232,7 +232,7 @@ def _head(index: Index, id: CheckpointId, repository: str, rows: ShapeRows) -> J
     }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Table:
     """An index without paths, which the trees have. Columns are those of `Index`.
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from tenuto.errors import CorruptionError
 from tenuto.model.records import Json
+from tenuto.record import record
 
 Array = np.ndarray[Any, Any]
 COLUMNS: Final = ("norm", "min", "max", "changed", "sampled")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class RowStatistics:
     """Statistics of the rows of one index.
 

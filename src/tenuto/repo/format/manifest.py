@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,6 +16,7 @@ from tenuto.model.canonical_json import Spelled, tag_number, untag_number
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Index, IndexEntry, Json, Manifest
+from tenuto.record import record
 from tenuto.repo.format import objects
 from tenuto.repo.format.object_names import check_file
 from tenuto.repo.format.objects import Fields, checkpoint_json
@@ -36,7 +36,7 @@ _TREES: Final = 16
 """The candidates tried for the beginning of the tree."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Aborted:
     """The mark of a save that never becomes a checkpoint. `save_id`: of the closed save, empty if unknown."""
 
@@ -45,7 +45,7 @@ class Aborted:
     by: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Summary:
     """What a listing shows of a manifest. stored: bytes of its own packs. ranks: how many indexes it names."""
 

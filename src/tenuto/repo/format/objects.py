@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from tenuto.errors import AlreadyExists, CorruptionError, FormatTooNew, ObjectNotFound, UsageError
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Receipt
+from tenuto.record import record
 from tenuto.store.contract import Bytes, Store
 
 FORMAT: Final = 1
@@ -71,7 +71,7 @@ def checked(kind: str, name: str, values: Json, repository: str) -> Fields | Non
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Origin:
     """Where an object was written that lies in another place: its name there, and the repository's id."""
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NoReturn
 
 from tenuto.errors import CorruptionError
 from tenuto.model.leaf import DTYPES, METADATA
+from tenuto.record import record
 
 MAX_HEADER: Final = 100_000_000
 """The limit of safetensors itself, in bytes."""
@@ -34,7 +34,7 @@ _COLON: Final = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 _ENTRY: Final = re.compile(r"\{[^{}]*\}")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HeaderEntry:
     """A tensor: dtype code, shape, and its bytes `start..stop-1`, from the file's first byte."""
 

@@ -8,7 +8,7 @@ indexes it needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import dtype
 from tenuto.model.records import Manifest
+from tenuto.record import record
 from tenuto.repo.format.columns import decode_columns, decode_json, encode_columns, encode_json
 from tenuto.repo.format.index import MAX_DIMENSIONS, Table, lengths, read_dtypes
 from tenuto.repo.format.object_names import BOXES
@@ -43,7 +44,7 @@ COLUMNS: Final = (
 _LIMIT: Final = 2**62
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class BoxTable:
     """The parts of all leaves. Row i: row `row[i]` of the index of rank `rank[i]` is the part of leaf `leaf[i]` with
     the origin `origin[bounds[i]:bounds[i + 1]]` and the shape `shape[bounds[i]:bounds[i + 1]]`. Leaf k has the dtype

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, Json, Owner
+from tenuto.record import record
 from tenuto.repo.format import objects
 from tenuto.repo.format.object_names import attempt_name, begin_name, check_file, lease_directory, numbered
 from tenuto.repo.format.objects import Fields, checkpoint_json
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Begin:
     """A save that begins. `names`: the files it will write in the checkpoint's directory. `parent`: of its attempt.
     `bases`: the checkpoints of which it may name packs."""
@@ -24,7 +23,7 @@ class Begin:
     bases: tuple[CheckpointId, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LeaseRecord:
     """One beat of an attempt's lease.
 

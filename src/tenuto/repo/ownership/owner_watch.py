@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Final, Literal
 
 from tenuto.concurrency.deadlines import Clock
@@ -13,6 +13,7 @@ from tenuto.concurrency.process import judge, this_process
 from tenuto.errors import CorruptionError
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import AttemptRecord
+from tenuto.record import record
 from tenuto.repo.format.small_records import LeaseRecord
 from tenuto.repo.ownership.lease import BEAT_S, TTL_S, read_last
 from tenuto.repo.repository import Repo
@@ -29,7 +30,7 @@ between a claim and whoever was to hold it, nobody can save by it. A forked chil
 operation on a dict: an interrupt where a lock is taken would leave it locked."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OwnerFinding:
     """What is known of the run's owner. `number`: the highest claimed attempt, 0 if none.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.errors import CorruptionError
+from tenuto.record import record
 from tenuto.repo.ownership.lease import BEAT_S
 from tenuto.repo.repository import Repo
 
@@ -18,7 +18,7 @@ ATTEMPTS: Final = 20
 """How many attempts are looked at, the newest: each takes a read."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PastFailures:
     """`failures`: attempts that ended without releasing the run: killed, or lost with their machine. `trained_s`: how
     long all attempts trained, failed or not, by the beats of their leases."""

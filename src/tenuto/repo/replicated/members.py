@@ -12,7 +12,6 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
 from typing import Final
@@ -32,6 +31,7 @@ from tenuto.errors import (
 )
 from tenuto.events import warn
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.objects import Fields
 from tenuto.repo.replicated.places import places_of
@@ -45,7 +45,7 @@ ANSWER_S: Final = 5.0
 """How long a listed place is waited for: whoever opens a repository may need nothing of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Member:
     """A place of a repository, as recorded in it. `node`: its node; empty if it is no node's own. `follows`: it is
     filled in the background, and keeps what it likes. `copy`: it is none of the repository's places but a copy

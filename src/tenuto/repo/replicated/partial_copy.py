@@ -8,7 +8,6 @@ and then the bytes of these ranges.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 from itertools import accumulate
 from types import TracebackType
 from typing import Any, Final
@@ -16,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.errors import CorruptionError
+from tenuto.record import record
 from tenuto.repo.format.columns import Kind, decode_columns, encode_columns
 from tenuto.store.contract import PARTIAL, Reader
 
@@ -27,7 +27,7 @@ _LIMIT: Final = 1 << 30
 """Bytes of a table of ranges, at most."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class PartialCopy:
     """What is to be copied of a pack, in chunks that hold some of `span`. `name`: that of the copy."""
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from tenuto.errors import AlreadyExists, ObjectNotFound, StoreError
 from tenuto.model import canonical_json
+from tenuto.record import record
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.store.contract import Bytes, Store
@@ -21,7 +21,7 @@ _RECENT: Final = 256
 """The number of values in an `LruCache`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class UnreachableReplica:
     """A place of the repository that is out of reach from here. `node`: its node; empty if it is no node's own."""
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreDenied, StoreError, UsageError, in_words
 from tenuto.events import warn
 from tenuto.model import canonical_json
 from tenuto.model.records import Receipt
+from tenuto.record import record
 from tenuto.repo.format import object_names
 from tenuto.repo.replicated.partial_copy import PartialReader
 from tenuto.repo.replicated.replica import LruCache, Replica, ReplicaChoice, UnreachableReplica, exists
@@ -37,7 +38,7 @@ from tenuto.store.wrappers.fan_out import put_into_all
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReplicationConfig:
     """The replication of packs, equal for all ranks of a job. `per_node`: in a directory of each node's own."""
 
@@ -46,7 +47,7 @@ class ReplicationConfig:
     places: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Placement:
     """The places that an object is put into. It counts as put once `acknowledged` of the places for packs have it. All
     but packs go into the home first; the others get copies of what is there."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tenuto.errors import UsageError
 from tenuto.events import TierLag
 from tenuto.model.sizes import parse_bytes, parse_rate
+from tenuto.record import record
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.store.contract import Store, Where
 from tenuto.store.registry import open_store
@@ -63,7 +63,7 @@ class Tier:
         return f"Tier({self.name or self.where!r})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class OpenTier:
     """A tier with its store. `waits`: saves wait for it."""
 

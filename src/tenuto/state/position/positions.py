@@ -13,17 +13,17 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Protocol, cast
 
 from tenuto.errors import CorruptionError, StateError, StateMismatch, TenutoError, UsageError
 from tenuto.events import warn
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.state.frameworks import positions_of
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorldSizeChange:
     """`saved` ranks saved what `here` ranks resume; this one is `rank`."""
 
@@ -41,7 +41,7 @@ class WorldSizeChange:
         return self.rank if self.rank < self.saved else 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OrderCursor:
     """The position of all ranks together in one shared order of samples.
 

@@ -6,7 +6,6 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +14,7 @@ from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.errors import CorruptionError, StateError, StateMismatch, did_you_mean
 from tenuto.model.leaf import LeafSpec, join, lineage
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.state import frameworks
 from tenuto.state.contract import LoadReport, Prepared, Rename, Rows
 from tenuto.state.frameworks import is_stateful, type_name
@@ -338,7 +338,7 @@ def _report(restorer: Restorer) -> LoadReport:
 _MARK_BYTES: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Unmatched:
     """The unmatched paths of one rank.
 

@@ -16,14 +16,15 @@ import os
 import stat
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal, Protocol, runtime_checkable
+
+from tenuto.record import record
 
 Kind = Literal["file", "directory", "other"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Status:
     kind: Kind
     size: int

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from tenuto.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Service:
     """One kind of object store, in the words of its users.
 

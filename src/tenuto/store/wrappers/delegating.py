@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tenuto.model.records import Receipt
+from tenuto.record import record
 from tenuto.store.contract import Capabilities, Content, Entry, Listing, Reader, Stat, Store
 
 
@@ -56,7 +57,7 @@ class DelegatingStore:
         self.inner.close()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Counted:
     """Content that reports the bytes of each piece once it is taken. What `moved` raises ends it."""
 

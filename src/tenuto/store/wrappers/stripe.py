@@ -19,13 +19,13 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError, TenutoError, UsageError, typed
 from tenuto.model.records import Receipt
 from tenuto.model.sizes import parse_bytes
+from tenuto.record import record
 from tenuto.store.base import BaseStore
 from tenuto.store.contract import (
     TEMPORARY,
@@ -479,7 +479,7 @@ def _is_used(place: Store) -> bool:
     return any(final_name(entry.name) != RECORD for entry in place.walk("", leftovers=True))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Record:
     stripe: str
     number: int

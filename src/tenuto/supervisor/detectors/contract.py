@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final, Literal, Protocol, get_args
+
+from tenuto.record import record
 
 Name = Literal[
     "memory", "gpu-memory",
@@ -31,7 +33,7 @@ by the slowest rank), `ranks`, `step_s` (seconds a step, since the sample before
 `save_s` and `save_bytes` (of the last save). Values that are not known yet are left out."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Sample:
     """What was read at one time from one source.
 
@@ -77,7 +79,7 @@ class Sample:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Finding:
     """What holds at the time of a sample.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Final
 
+from tenuto.record import record
 from tenuto.supervisor.detectors.contract import END, Sample
 from tenuto.supervisor.risk.model import Risk
 from tenuto.supervisor.risk.predict import EVERY_S, Scorer
@@ -20,7 +20,7 @@ BINS: Final = (0.0, 0.1, 0.3, 0.5, 0.7, 1.0)
 """Where the bins of stated probabilities end."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Bin:
     """Of the moments at which a probability of `low` to `high` was stated: how many, the mean that was stated, and the
     share after which a fault came."""
@@ -32,7 +32,7 @@ class Bin:
     observed: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Report:
     """faults, alarms, right: how many; an alarm is right if a fault comes within its horizon. leads_s: of those, the
     seconds to the fault. brier: the mean squared error of the probabilities; brier_base: of the share of moments before
@@ -62,7 +62,7 @@ class Report:
         return median(self.leads_s) if self.leads_s else None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Moment:
     """A probability that was stated, and whether a fault came within its horizon; None where the recording ends before
     that is known."""

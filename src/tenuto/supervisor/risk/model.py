@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from tenuto.errors import UsageError
+from tenuto.record import record
 from tenuto.supervisor.risk.windows import Features, in_words
 
 FORMAT: Final = "tenuto risk model 1"
@@ -21,7 +22,7 @@ REASONS: Final = 3
 _HINT: Final = "tenuto risk train TELEMETRY... -o model.json"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Risk:
     """The probability of a fault within the next `horizon_s` seconds, and what raises it, in words."""
 
@@ -30,7 +31,7 @@ class Risk:
     reasons: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tree:
     """A binary tree of decisions: at node i the feature `feature[i]` (-1: a leaf) goes to `left[i]` where it is at most
     `threshold[i]`, else to `right[i]`. value: what each node adds to the log odds, were it a leaf."""
@@ -42,7 +43,7 @@ class Tree:
     value: Sequence[float]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Model:
     """kind: `logistic`, where `coefficients` weigh the features less `mean` over `scale`, or `trees`, whose values are
     added. intercept: the log odds with nothing added. fill: what stands for a feature that is not known. threshold: the

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from tenuto.record import record
 from tenuto.supervisor.decide import HOUR_S
 from tenuto.supervisor.detectors.contract import END, Detector, Finding, Name, Sample
 from tenuto.supervisor.risk.model import REASONS, Risk
@@ -21,7 +22,7 @@ from tenuto.units import count, seconds
 MINUTE_S: Final = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rule:
     """The probability that a fault follows a finding within `horizon_s`, or within the finding's own grace."""
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from tenuto.policy.interval import SaveCosts
 from tenuto.policy.prediction import Predictor, least_stake, window_interval
+from tenuto.record import record
 from tenuto.supervisor.detectors.contract import END, STEPS, Sample
 from tenuto.supervisor.risk.model import Risk
 from tenuto.supervisor.risk.windows import is_fault
@@ -29,7 +30,7 @@ UNKNOWN_SAVE_S: Final = 30.0
 KNOWN_LEADS: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Alarm:
     """A risk that was high enough, from `at` (seconds since 1970) on."""
 

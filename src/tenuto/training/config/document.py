@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tenuto.errors import UsageError, did_you_mean, typed
+from tenuto.record import record
 from tenuto.training.config.keys import KEYS, Key, Kind, Table, flat, named
 
 FILE: Final = "tenuto.toml"
@@ -47,7 +48,7 @@ def dotted(place: Place) -> str:
     return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in place).removeprefix(".")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Problem:
     """What is wrong with a value. origin: the file and line, or the variable, that it comes from."""
 
@@ -64,7 +65,7 @@ class Problem:
         return f"{self.origin}: {self.message}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Shown:
     """A setting for people: its key, its value, the same as the file would have it, and where it came from.
 

@@ -8,19 +8,19 @@ own tools have them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from tenuto.model.sizes import parse_bytes, parse_rate, parse_time
 from tenuto.policy.numbers import duration, margin, whole_number
 from tenuto.policy.save import stall_share
+from tenuto.record import record
 
 LEAST_SIZE: Final = 1 << 20
 """Bytes. Below it a size is one whose unit was forgotten: no checkpoint, cache or part is useful with less."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Kind:
     """What a value has to be. `read` returns what code would say, and raises ValueError for anything else; `example`
     is a value as the file has it."""
@@ -34,7 +34,7 @@ class Kind:
     """Whether a relative one begins in the directory of the file."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Key:
     """One key. argument: `Class.argument` or `function.argument` that it stands for, several divided by a space."""
 
@@ -50,7 +50,7 @@ class Key:
     required: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Table:
     """A table of keys; `many`: an array of such tables, or one alone. default: what leaving it out means."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from tenuto.integrations.torch import rng
 from tenuto.integrations.torch.data.sampler import ResumableSampler, SharedOrder
+from tenuto.record import record
 from tenuto.state.position import rng as global_rng
 from tenuto.state.position.positions import CountedPosition, OrderCursor, WorldSizeChange, length
 
@@ -30,7 +30,7 @@ def index_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EpochCut:
     """The division of an epoch: `size` samples per batch, `batches` batches; None where unknown."""
 
@@ -243,7 +243,7 @@ class Draws(Iterator[Any]):
             raise
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EpochStart:
     """Everything an epoch's order follows from.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, Sampler
 
 from tenuto.errors import StateMismatch, UsageError
+from tenuto.record import record
 from tenuto.state.position.positions import OrderCursor
 
 _SLICE: Final = 8192
@@ -177,7 +177,7 @@ def _mix(seed: int, epoch: int) -> int:
 # -- the shared order, counted in one loader's batches and in samples of all ranks
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OrderBase:
     """The position inside `epoch` where these ranks took over: after `used` samples of its order, counted as `batches`
     of each rank."""

@@ -18,6 +18,7 @@ from tenuto.integrations.torch.optimizers.zero import local_optimizer, publish_o
 from tenuto.integrations.torch.sharded import device_after, layout_like, made_like, replicated_like, restore_shard
 from tenuto.model.leaf import join
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.state.declarations import Shard, attached
 from tenuto.state.frameworks import type_name
 from tenuto.state.restore.entries import key_node
@@ -164,7 +165,7 @@ def restore(optimizer: Optimizer, node: Json, path: str, restorer: Restorer) -> 
     return lambda: optimizer
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _SavedState:
     """One parameter's saved state, and the parameter of the target that it belongs to."""
 
