@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+
+from support import loaded_interpreter
+from support.troubled_store import SITE
 
 TRAIN = """
 import os, pathlib, signal, sys, time, numpy as np, tenuto
@@ -37,9 +39,8 @@ print(ckpt.step, state["w"].tobytes().hex()[:64])
 def ran(
     directory: Path, script: str, environment: dict[str, str], *, status: int = 0, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    (directory / "train.py").write_text(TRAIN + script)
-    command, env = [sys.executable, "train.py"], {**environment, **more}
-    done = subprocess.run(command, cwd=directory, env=env, text=True, capture_output=True, timeout=100, check=False)
+    (directory / "train.py").write_text(SITE + TRAIN + script)
+    done = loaded_interpreter.run(["train.py"], cwd=directory, env={**environment, **more}, timeout=100)
     assert done.returncode == status, done.stderr
     return done
 
@@ -96,13 +97,10 @@ print(ckpt.step, state["w"].tobytes().hex()[:64])
 
 
 def ranks_ran(directory: Path, environment: dict[str, str], **more: str) -> list[tuple[int, str, str]]:
-    (directory / "train.py").write_text(TRAIN + RANKS)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "train.py", str(rank)], cwd=directory, env={**environment, **more}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
+    (directory / "train.py").write_text(SITE + TRAIN + RANKS)
+    programs = [
+        loaded_interpreter.Program(["train.py", str(rank)], cwd=directory, env={**environment, **more})
         for rank in (0, 1)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=100) for process in processes]
-    return [(process.returncode, out, err) for process, (out, err) in zip(processes, said, strict=True)]
+    ]
+    said = [program.communicate(timeout=100) for program in programs]
+    return [(program.wait(), out, err) for program, (out, err) in zip(programs, said, strict=True)]

@@ -12,33 +12,46 @@ from pathlib import Path
 from typing import Any
 
 import tenuto
+from support import loaded_interpreter
 
 TENUTO = [sys.executable, "-c", "from tenuto.cli.application import run; run()"]
 SRC = str(Path(tenuto.__file__).parents[1])
 
 
-def started(
-    directory: Path,
-    script: str,
-    *options: str,
-    arguments: Sequence[str] = (),
-    launcher: Sequence[str] = (),
-    variables: Mapping[str, str] | None = None,
-) -> subprocess.Popen[str]:
-    """`launcher`: what stands before the script instead of this interpreter. `variables`: of the environment."""
-    (directory / "train.py").write_text(script)
-    what = [*(launcher or [sys.executable]), "train.py", *arguments]
-    command = [*TENUTO, "run", "--journal", "journal.jsonl", *options, "--", *what]
-    environment = {**os.environ, "PYTHONPATH": SRC, **(variables or {})}
+def started(directory: Path, script: str, *options: str, **more: Any) -> subprocess.Popen[str]:
+    """In an interpreter of its own; see `asked` for the arguments."""
+    words, environment = asked(directory, script, options, **more)
     return subprocess.Popen(
-        command, cwd=directory, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*TENUTO, *words], cwd=directory, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
 def finished(directory: Path, script: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    process = started(directory, script, *options, **more)
-    out, err = process.communicate(timeout=100)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    """The supervisor is forked from an interpreter that has loaded the command, if `variables` do not say where modules
+    lie; what it starts is not."""
+    if "PYTHONPATH" in (more.get("variables") or {}):
+        process = started(directory, script, *options, **more)
+        out, err = process.communicate(timeout=100)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    words, environment = asked(directory, script, options, **more)
+    return loaded_interpreter.run([*TENUTO[1:], *words], cwd=directory, env=environment, timeout=100)
+
+
+def asked(
+    directory: Path,
+    script: str,
+    options: Sequence[str],
+    *,
+    arguments: Sequence[str] = (),
+    launcher: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Writes the script. Returns the arguments of `tenuto` that supervise it, and the environment. `launcher`: what
+    stands before the script instead of this interpreter. `variables`: of the environment."""
+    (directory / "train.py").write_text(script)
+    what = [*(launcher or [sys.executable]), "train.py", *arguments]
+    environment = {**os.environ, "PYTHONPATH": SRC, **(variables or {})}
+    return ["run", "--journal", "journal.jsonl", *options, "--", *what], environment
 
 
 def events(directory: Path) -> list[dict[str, Any]]:
