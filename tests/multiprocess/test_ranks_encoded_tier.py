@@ -83,13 +83,14 @@ def parts(suffix: str, *ranks: int) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     "damage",
     [
-        parts(".safetensors", 0, 1),
-        parts(".safetensors", 1),
-        parts(".index", 1),
-        lambda checkpoint: flip(checkpoint / "manifest.json"),
-        lambda checkpoint: (checkpoint / "rank-00000.safetensors").unlink(),
+        pytest.param(parts(".safetensors", 0, 1), id="packs of both"),
+        pytest.param(parts(".safetensors", 1), id="packs of one", marks=pytest.mark.long),
+        pytest.param(parts(".index", 1), id="index", marks=pytest.mark.long),
+        pytest.param(lambda checkpoint: flip(checkpoint / "manifest.json"), id="manifest"),
+        pytest.param(
+            lambda checkpoint: (checkpoint / "rank-00000.safetensors").unlink(), id="lost pack", marks=pytest.mark.long
+        ),
     ],
-    ids=["packs of both", "packs of one", "index", "manifest", "lost pack"],
 )
 def test_all_ranks_go_on_from_the_tier_at_the_newest_step(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     first = ran(tmp_path, 4)

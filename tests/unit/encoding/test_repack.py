@@ -159,16 +159,21 @@ class Abandoned(BaseException):
     pass
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+KILLED_AT = [
+    ("save begun", 2),
+    ("repacked checkpoints durable, none visible", 1),
+    ("a repacked checkpoint is visible", 1),
+    ("a repacked checkpoint is visible", 3),
+    ("repacked checkpoints visible, originals still there", 1),
+    ("copy in trash, manifest still there", 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("point", "times"),
+    ("point", "times", "ranks"),
     [
-        ("save begun", 2),
-        ("repacked checkpoints durable, none visible", 1),
-        ("a repacked checkpoint is visible", 1),
-        ("a repacked checkpoint is visible", 3),
-        ("repacked checkpoints visible, originals still there", 1),
-        ("copy in trash, manifest still there", 2),
+        *((point, times, 1) for point, times in KILLED_AT),
+        *(pytest.param(point, times, 2, marks=[] if times == 3 else pytest.mark.long) for point, times in KILLED_AT),
     ],
 )
 def test_killed_anywhere_it_loses_nothing_and_latest_stays_what_it_was(
