@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks bench-trainers crash-campaign kill-campaign kill-campaign-memory trainer-kills-campaign supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
+.PHONY: setup demo test test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks bench-trainers crash-campaign kill-campaign kill-campaign-encoded kill-campaign-memory trainer-kills-campaign supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
 
 # Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -155,6 +155,11 @@ crash-campaign: setup
 
 kill-campaign: setup
 	$(BIN)/python -m campaigns.kills --kills 1000 --seed 100 --json $(RESULTS)/r2_kills.json
+
+# About ten minutes; leaves nothing in shared memory.
+kill-campaign-encoded: setup
+	$(BIN)/python -m campaigns.kills --kills 600 --encoding small dedupe auto --seed 700 --json $(RESULTS)/r2_kills_encoded.json
+	$(BIN)/python -m campaigns.kills --memory --kills 400 --steps 120 --workers 2 --encoding small dedupe --seed 800 --json $(RESULTS)/r2_kills_memory_encoded.json
 
 # About 15 minutes; leaves nothing in shared memory.
 kill-campaign-memory: setup

@@ -213,6 +213,18 @@ CAMPAIGNS: Final = (
         _kills_memory,
     ),
     Campaign(
+        "r2_kills_encoded",
+        "`kill -9`, encoded",
+        'The same as the first, with `encoding="small"`, `"dedupe"` and `"auto"` in turn: saves rest on what earlier ones have written.',
+        _kills,
+    ),
+    Campaign(
+        "r2_kills_memory_encoded",
+        "`kill -9`, encoded, every step in memory",
+        'With memory, and `encoding="small"` and `"dedupe"` in turn.',
+        _kills_memory,
+    ),
+    Campaign(
         "r2_supervised",
         "`kill -9`, under the supervisor",
         "Trainings under `tenuto run` are killed at random moments, and so is `tenuto run`, which is then started again while the training "

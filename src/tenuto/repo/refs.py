@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, Literal
 
 from tenuto.codec.digest import digest
@@ -17,6 +18,8 @@ from tenuto.errors import (
     CorruptionError,
     ObjectNotFound,
     StoreUnavailable,
+    StoreUnreliable,
+    TenutoError,
     UsageError,
 )
 from tenuto.model.ids import CheckpointId, attempt_key, run_key
@@ -53,7 +56,18 @@ def append(repo: Repo, directory: str, kind: str, body: dict[str, Json]) -> int:
             return number
         except AlreadyExists:
             continue
+        except StoreUnreliable:
+            _take_back(repo, name, data)
+            raise
     raise StoreUnavailable(f"no free number below {directory} in {_TRIES} tries: others put faster", subject=directory)
+
+
+def _take_back(repo: Repo, name: str, data: bytes) -> None:
+    """Removes what a failed put may have left visible and not durable: the next one would take the number after it, and
+    a power loss would leave a gap, which is what a lost object looks like."""
+    with suppress(TenutoError):  # the failure of the put is what is raised
+        if repo.store.get(name, limit=len(data)) == data:
+            repo.store.delete([name])
 
 
 Kind = Literal["tag", "pin", "hold"]

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from tenuto.concurrency.process import this_process
-from tenuto.errors import CheckpointNotFound, CorruptionError, UsageError
+from tenuto.errors import CheckpointNotFound, CorruptionError, StoreUnreliable, UsageError
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import Owner
+from tenuto.model.records import Owner, Receipt
 from tenuto.repo import tombstones
 from tenuto.repo.format import object_names, objects
+from tenuto.repo.notes import add_note, notes
 from tenuto.repo.refs import (
     Ref,
     check_tag,
@@ -28,7 +29,8 @@ from tenuto.repo.refs import (
 )
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import STALE_S, Tombstone, dead_tombstones, is_tombstoned, put_tombstone, take_back
-from tenuto.store.contract import Bytes, Entry, time_of
+from tenuto.store.contract import Bytes, Content, Entry, time_of
+from tenuto.store.wrappers.delegating import DelegatingStore
 
 ELSEWHERE = Owner(host="elsewhere", boot="b", pid_namespace="n", pid=1, started="1", user="someone")
 
@@ -37,6 +39,36 @@ ELSEWHERE = Owner(host="elsewhere", boot="b", pid_namespace="n", pid=1, started=
 def id(make: Any) -> CheckpointId:
     make.attempt(1)
     return make.checkpoint(1, 10)
+
+
+class FlushFails(DelegatingStore):
+    """The next put is visible, and its flush fails."""
+
+    fails = True
+
+    def put_if_absent(self, name: str, content: Content, *, token: str) -> Receipt:
+        receipt = super().put_if_absent(name, content, token=token)
+        if self.fails:
+            self.fails = False
+            raise StoreUnreliable("flushing the directory failed", subject=name)
+        return receipt
+
+
+def test_a_note_or_tag_whose_flush_failed_leaves_no_number_that_a_power_loss_would_turn_into_a_gap(
+    repo: Repo, id: CheckpointId
+) -> None:
+    unwell = FlushFails(repo.store)
+    troubled = Repo(unwell, repo.id, repo.chunk_bytes)
+    with pytest.raises(StoreUnreliable):
+        add_note(troubled, id, "text", {"text": "lost"})
+    assert notes(repo, id) == []
+    assert add_note(troubled, id, "text", {"text": "kept"}).number == 1
+    unwell.fails = True
+    with pytest.raises(StoreUnreliable):
+        put_ref(troubled, "tag", "good", id)
+    assert list_tags(repo) == {}
+    put_ref(troubled, "tag", "good", id)
+    assert find_tag(repo, "good") == id
 
 
 # -- refs -------------------------------------------------------------------------------------------------------------
