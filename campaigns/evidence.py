@@ -268,8 +268,9 @@ CAMPAIGNS: Final = (
     ),
     Campaign(
         "r4_faults_on",
-        "Failing disks, more cases",
-        "The 1,900 cases behind the first 2,000. The broken rules that they found are mended, each with a test.",
+        "Failing disks, the run before",
+        "More cases, before the run above. All four broken rules are one fault: the flush of a note failed, the next note was written, and "
+        "a power loss left a gap in their numbers. It is mended, with a test, and the four cases pass.",
         _faults,
     ),
     Campaign(

@@ -8,6 +8,7 @@ of `dataclasses` work on them. Nothing at run time keeps an attribute from being
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform
@@ -29,8 +30,11 @@ def _hash(self: Any) -> int:
     return hash(type(self).__record_values__(self))
 
 
-def _no_values(self: object) -> tuple[()]:
-    return ()
+def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns what gives the values of these attributes: a tuple also of one and of none, as tuples are compared."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda self: tuple(getattr(self, name) for name in names)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -46,8 +50,7 @@ def record(cls: type[T] | None = None, /, *, eq: bool = True) -> Any:
         if "__repr__" not in own:
             made.__repr__ = _repr
         if eq:
-            compared = [one.name for one in fields(made) if one.compare]
-            made.__record_values__ = attrgetter(*compared) if compared else _no_values
+            made.__record_values__ = staticmethod(_getter([one.name for one in fields(made) if one.compare]))
             if "__eq__" not in own:
                 made.__eq__ = _eq
             if own.get("__hash__") is None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from support import loaded_interpreter
 from support.memory_training import Life, live, shared_memory, untouched
 from tenuto import every, on
 from tenuto.engine.memory_tier.listing import images
@@ -57,6 +58,49 @@ def edit(path: Path, offset: int) -> None:
 def newest(root: Path) -> tuple[Path, object]:
     found = max((one for one in images() if one.footer is not None), key=lambda one: one.footer.sequence)
     return Path(root, f"tenuto-{os.geteuid()}", found.name), found.footer
+
+
+@pytest.mark.parametrize(
+    "save", [every(steps=10) | on.end(), every(steps=10)], ids=["saved at the end", "not asked for"]
+)
+def test_a_last_step_that_only_memory_has_is_saved_by_the_restart_that_has_nothing_left_to_do(
+    where: Path, save
+) -> None:
+    """Killed between its last step and the save of the end."""
+
+    def on_step(ckpt, step, state) -> None:
+        ckpt.log(loss=1 / step)
+
+    first = live(where, steps=37, kill=37, save=every(steps=10), on_step=on_step)
+    second = live(where, steps=37, save=save)
+    assert first.killed and (second.status, second.began, [*second.digests]) == (0, 37, [37])
+    asked = isinstance(save, type(every(steps=10) | on.end()))
+    found = tenuto.load(where)
+    assert found.checkpoint.step == (37 if asked else 30)
+    if asked:
+        assert found.checkpoint.metrics == {"loss": 1 / 37}
+        assert found.progress["step"] == 37
+        last = live(where, steps=40)
+        assert last.began == 37
+        right(first, last)
+
+
+def test_a_loop_of_ones_own_with_nothing_left_to_do_is_told_what_saves_its_last_step(where: Path, root: Path) -> None:
+    assert live(where, steps=37, kill=37, save=every(steps=10)).killed
+    script = f"""
+import numpy as np, tenuto
+from tenuto import every
+from tenuto.engine.staging import slots
+slots.SHARED_MEMORY = {str(root)!r}
+state = {{"model": {{"w": np.zeros(30_000, np.float32), "b": np.zeros(7)}}, "history": [0.0]}}
+with tenuto.Checkpointer({str(where)!r}, state, save=every(steps=10), memory=every(steps=1)) as ckpt:
+    ckpt.restore()
+    while ckpt.step < 37:
+        ckpt.step_done()
+"""
+    done = loaded_interpreter.run(["-c", script])
+    assert done.returncode == 0, done.stderr
+    assert f"step 37 of run 'main' lies in this machine's memory alone: `tenuto flush {where}` saves it" in done.stderr
 
 
 def test_a_crash_loses_no_sealed_step(where: Path) -> None:

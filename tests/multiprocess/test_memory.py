@@ -101,6 +101,16 @@ def files(root: Path) -> list[str]:
 # -- killed ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_last_step_that_only_memory_has_is_saved_by_the_restart_that_has_nothing_left_to_do(where: Path) -> None:
+    first = live(where, ends=SETTLED)
+    second = live(where, steps=7)
+    assert [(life.status, life.began, [*life.digests]) for life in second] == [(0, 7, [7])] * 2
+    assert Repo.open(open_store(where)).committed("main", 2) == [7]
+    last = live(where)
+    right(first, last)
+    assert {life.began for life in last} == {7}
+
+
 def test_a_crash_loses_at_most_one_step(where: Path, root: Path) -> None:
     first = live(where, ends={1: Ends(step=7)})
     assert all(life.killed for life in first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -54,6 +55,11 @@ class OfItsOwn:
         return 7
 
 
+@record
+class One:
+    x: float
+
+
 @record(eq=False)
 class Itself:
     x: int
@@ -68,6 +74,12 @@ def test_it_is_shown_compared_and_hashed_as_a_frozen_dataclass() -> None:
     assert Far(1) != Point(1) and Far(1) == Far(1, away=1.0)
     assert repr(Far(1)) == "Far(x=1, y=0, name='', away=1.0)"
     assert Nothing() == Nothing() and hash(Nothing()) == hash(Nothing()) and repr(Nothing()) == "Nothing()"
+
+
+def test_a_single_field_is_compared_as_part_of_a_tuple() -> None:
+    """By identity first: a NaN equals itself there."""
+    assert Itself.__eq__ is object.__eq__
+    assert One(math.nan) == One(math.nan) and hash(One(1.0)) == hash((1.0,)) and One(1.0) != One(2.0)
 
 
 def test_what_a_class_defines_stays() -> None:

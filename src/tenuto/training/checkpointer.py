@@ -41,7 +41,7 @@ from tenuto.training.arguments import (
 from tenuto.training.emergency import AFTER_S, Places
 from tenuto.training.exit_status import before_exit, leaving_with
 from tenuto.training.loops import Batches, Epochs, Steps
-from tenuto.training.preemption import report_nothing_to_do, save_sealed
+from tenuto.training.preemption import end_at_once, save_sealed
 from tenuto.training.snapshot import check_platform
 from tenuto.training.stats import Stats
 from tenuto.training.training_session import CLOSE_DEADLINE_S, TrainingSession
@@ -310,7 +310,7 @@ class Checkpointer:
         with undisturbed:
             training.enter(self)
             if total is not None:
-                report_nothing_to_do(training.saving, training.step, total, "step")
+                end_at_once(training, training.step, total, "step")
             warn_of_epochs(training.saving)
             training.loop = loop = Steps(training, total)
         return loop
@@ -324,7 +324,7 @@ class Checkpointer:
             return Epochs(NullTraining(), 0, 1)
         with undisturbed:
             training.enter(self)
-            report_nothing_to_do(training.saving, self.epoch, total, "epoch")
+            end_at_once(training, self.epoch, total, "epoch")
             training.loop = loop = Epochs(training, total, group)
         return loop
 

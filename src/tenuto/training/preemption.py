@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from tenuto import events, log_lines
 from tenuto.concurrency.interruption import interrupt, when_undone
-from tenuto.errors import DeadlineExceeded, TenutoError
+from tenuto.errors import DeadlineExceeded, TenutoError, typed
 from tenuto.events import Leaving, NothingToDo, SignalReceived
 from tenuto.training.exit_status import leaving_with
 from tenuto.training.saves import RunSaver
+
+if TYPE_CHECKING:
+    from tenuto.training.training_session import TrainingSession
 
 # --------------------------------------------------------------------------------------------------
 # The end of a training: it waits for what is in flight, and warns of what is not saved.
@@ -69,12 +72,15 @@ def save_sealed(saving: RunSaver) -> None:
         saving.report(f"what lies in memory is not saved: {error.message}")
 
 
-def warn_of_unsaved(saving: RunSaver, step: int, *, incomplete: bool, replaced: bool, left: bool) -> None:
+def warn_of_unsaved(
+    saving: RunSaver, step: int, *, incomplete: bool, replaced: bool, left: bool, alone: bool = False
+) -> None:
     """Reports what a training leaves unsaved, and warns where its code is the cause.
 
     step: the last completed one; incomplete: one more was begun.
     replaced: `step` is not saved, since another Checkpointer took the run before `close` ended the training.
     left: `step` is not saved, since its loop was broken out of.
+    alone: `step` was restored from memory and is in no checkpoint, and no step followed.
     """
     last = saving.last
     known = f"the last checkpoint is step {last.step}" if last is not None and last.committed else ""
@@ -86,6 +92,9 @@ def warn_of_unsaved(saving: RunSaver, step: int, *, incomplete: bool, replaced: 
             f"step {step} is not saved ({known}): another Checkpointer of this process takes run {saving.run!r}, and "
             "no close() has said that training ended there"
         )
+    elif alone:
+        command = typed("tenuto", "flush", saving.repo.url)
+        saving.report(f"step {step} of run {saving.run!r} lies in this machine's memory alone: `{command}` saves it")
     elif left:
         saving.warn(
             f"step {step} is not saved ({known}): its loop was left before it came to its end; ckpt.stop() ends one "
@@ -93,10 +102,11 @@ def warn_of_unsaved(saving: RunSaver, step: int, *, incomplete: bool, replaced: 
         )
 
 
-def report_nothing_to_do(saving: RunSaver, done: int, total: int, unit: str) -> None:
-    """Reports a run that was complete before its loop began."""
+def end_at_once(training: TrainingSession, done: int, total: int, unit: str) -> None:
+    """Reports a run that was complete before its loop began, and saves it if only memory has it."""
     if 0 < done >= total:
-        saving.emit(NothingToDo(saving.run, done, total, unit))
+        training.saving.emit(NothingToDo(training.saving.run, done, total, unit))
+        training.end_where_it_resumed()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -137,6 +137,11 @@ class RunClaim:
         """The image in memory that training resumes from."""
         return self.memory_restore.restored if self.memory_restore is not None else None
 
+    @property
+    def in_memory_alone(self) -> bool:
+        """Whether the step that training resumes from is in no checkpoint."""
+        return self.restored_image is not None and not self.restored_image.verdict.durable
+
     def restore(self, *, strict: bool | None = None) -> Restored | None:
         """Restores what `resume_from` says, once; returns None if there is nothing to restore. `strict=False` restores
         what fits, also where another checkpoint has to be restored before the run is claimed. Once done, fills the

@@ -181,10 +181,10 @@ class TrainingSession:
         run_registry.register(self.key, self, checkpointer)
         parent, image = claiming.parent, claiming.restored_image
         since_s = image.footer.saved_us / 1e6 if image is not None else None
-        if image is None or image.verdict.durable:
-            saving.begin(attempt, self.step, parent)
-        else:  # a step that is only in memory counts as not saved yet
+        if claiming.in_memory_alone:  # counts as not saved yet
             saving.begin(attempt, parent.step if parent is not None else 0, parent, since_s=since_s, at=self.step)
+        else:
+            saving.begin(attempt, self.step, parent)
         if saving.memory is not None:
             since_s = time.monotonic() if since_s is None else since_s
             saving.memory.begin(attempt, self._snapshots.now(), self.step, since_s)
@@ -458,7 +458,8 @@ class TrainingSession:
         self.saving.left(self.step)
         incomplete = self.open and self.saving.attempt is not None
         lacks, left = replaced and self._lacks_last_save, self._left_behind and not replaced
-        warn_of_unsaved(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left)
+        alone = self.saving.attempt is None and self.claiming.in_memory_alone
+        warn_of_unsaved(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left, alone=alone)
         if ended_well and not (replaced or incomplete or left):
             self.saving.warn_of_unlogged_metrics()
         if leaves := ended_well and self._preemption.owed and sys.exc_info()[0] is None:
@@ -486,9 +487,17 @@ class TrainingSession:
             finally:  # last: an interrupt in the middle would leave the run claimed by a process that trains it no more
                 self._preemption.restore()
 
+    def end_where_it_resumed(self) -> None:
+        """Takes the save of the end where whoever completed the last step was killed before it: memory alone has it."""
+        restored = self.claiming.restored
+        if restored is not None and self.claiming.in_memory_alone and self.unsaved:
+            self.metrics = dict(restored.checkpoint.metrics)
+            decision = self.saving.decide(self._moment(ending=True, signal=None))
+            if decision.save:
+                self.take(decision.reason, wait=False, must=True, eager=True)
+
     def _take_last(self) -> None:
-        """Takes the last save of a loop of the user's own, if the policy wants it. Our own loops have reported their
-        end themselves, and what is done to the state after them belongs to no step."""
+        """Takes the last save of a loop of the user's own, if the policy wants it. Ours have reported their end."""
         if not self._lacks_last_save:
             return
         signal = self._preemption.signal if self.saving.group.acts_at_once else None
@@ -498,8 +507,7 @@ class TrainingSession:
 
     @property
     def _left_behind(self) -> bool:
-        """Whether a loop was broken out of between two steps, the last one not saved. A signal is reported
-        otherwise."""
+        """Whether a loop was broken out of between two steps, the last not saved. A signal is reported otherwise."""
         begun = self.loop is not None and not self.open and self.saving.attempt is not None
         return begun and self.unsaved and self.step > self.saving.first_step and self._preemption.signal is None
 
@@ -551,8 +559,7 @@ class TrainingSession:
             self._mark = self._snapshots.mark()
 
     def _act_on_signal(self) -> None:
-        """Leaves if a signal came, with the last completed step saved. In a job of several ranks the round after each
-        step decides when one counts."""
+        """Leaves if a signal came, the last step saved. Of several ranks the round after each step decides."""
         signal = self._preemption.signal
         if signal is None or not self.saving.group.acts_at_once:
             return
@@ -562,8 +569,7 @@ class TrainingSession:
         self._leave(signal)
 
     def _consider_late(self) -> None:
-        """Considers a save for a metric that came after its step. Inside `epochs` the end of the epoch asks for it;
-        else it is taken now, unless the state has changed since that step."""
+        """Considers a save for a metric that came after its step, if the state has not changed since that step."""
         reason = self._late_metrics.reason()
         if reason and self._late_metrics.still_there(reason):
             self.take(reason, wait=False)
