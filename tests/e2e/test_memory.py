@@ -9,8 +9,9 @@ import pytest
 
 import tenuto
 from support import loaded_interpreter
-from support.memory_training import Life, live, shared_memory, untouched
+from support.memory_training import Kill, Life, fork_off, live, shared_memory, untouched
 from tenuto import every, on
+from tenuto.crashpoints import armed
 from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.staging import slots
 from tenuto.maintenance.verify import assert_whole
@@ -83,6 +84,24 @@ def test_a_last_step_that_only_memory_has_is_saved_by_the_restart_that_has_nothi
         last = live(where, steps=40)
         assert last.began == 37
         right(first, last)
+
+
+def test_a_last_epoch_that_only_memory_has_is_saved_where_epochs_are(where: Path) -> None:
+    def train() -> None:
+        state = {"w": np.zeros(3)}
+        with tenuto.Checkpointer(where, state, save=every(epochs=1), memory=every(steps=1)) as ckpt:
+            for _ in ckpt.epochs(2):
+                state["w"] += 1
+
+    def killed() -> None:
+        with armed("packs and indexes durable, manifest not yet", Kill(2)):
+            train()
+
+    assert os.waitstatus_to_exitcode(os.waitpid(fork_off(killed), 0)[1]) == -9
+    assert tenuto.load(where).checkpoint.step == 1
+    train()
+    found = tenuto.load(where)
+    assert found.checkpoint.step == 2 and (found.state["w"] == 2).all()
 
 
 def test_a_loop_of_ones_own_with_nothing_left_to_do_is_told_what_saves_its_last_step(where: Path, root: Path) -> None:

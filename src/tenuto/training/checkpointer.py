@@ -324,8 +324,8 @@ class Checkpointer:
             return Epochs(NullTraining(), 0, 1)
         with undisturbed:
             training.enter(self)
-            end_at_once(training, self.epoch, total, "epoch")
             training.loop = loop = Epochs(training, total, group)
+            end_at_once(training, self.epoch, total, "epoch")
         return loop
 
     @property

@@ -106,7 +106,7 @@ def end_at_once(training: TrainingSession, done: int, total: int, unit: str) -> 
     """Reports a run that was complete before its loop began, and saves it if only memory has it."""
     if 0 < done >= total:
         training.saving.emit(NothingToDo(training.saving.run, done, total, unit))
-        training.end_where_it_resumed()
+        training.end_where_it_resumed(epoch_ended=unit == "epoch")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class RunClaim:
         return self.memory_restore.restored if self.memory_restore is not None else None
 
     @property
-    def in_memory_alone(self) -> bool:
+    def only_in_memory(self) -> bool:
         """Whether the step that training resumes from is in no checkpoint."""
         return self.restored_image is not None and not self.restored_image.verdict.durable
 

@@ -181,7 +181,7 @@ class TrainingSession:
         run_registry.register(self.key, self, checkpointer)
         parent, image = claiming.parent, claiming.restored_image
         since_s = image.footer.saved_us / 1e6 if image is not None else None
-        if claiming.in_memory_alone:  # counts as not saved yet
+        if claiming.only_in_memory:  # counts as not saved yet
             saving.begin(attempt, parent.step if parent is not None else 0, parent, since_s=since_s, at=self.step)
         else:
             saving.begin(attempt, self.step, parent)
@@ -458,7 +458,7 @@ class TrainingSession:
         self.saving.left(self.step)
         incomplete = self.open and self.saving.attempt is not None
         lacks, left = replaced and self._lacks_last_save, self._left_behind and not replaced
-        alone = self.saving.attempt is None and self.claiming.in_memory_alone
+        alone = self.saving.attempt is None and self.claiming.only_in_memory
         warn_of_unsaved(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left, alone=alone)
         if ended_well and not (replaced or incomplete or left):
             self.saving.warn_of_unlogged_metrics()
@@ -487,12 +487,12 @@ class TrainingSession:
             finally:  # last: an interrupt in the middle would leave the run claimed by a process that trains it no more
                 self._preemption.restore()
 
-    def end_where_it_resumed(self) -> None:
+    def end_where_it_resumed(self, *, epoch_ended: bool) -> None:
         """Takes the save of the end where whoever completed the last step was killed before it: memory alone has it."""
-        restored = self.claiming.restored
-        if restored is not None and self.claiming.in_memory_alone and self.unsaved:
-            self.metrics = dict(restored.checkpoint.metrics)
-            decision = self.saving.decide(self._moment(ending=True, signal=None))
+        found = self.claiming.restored
+        if found is not None and self.claiming.only_in_memory and self.unsaved and self.step == found.checkpoint.step:
+            self.metrics = dict(found.checkpoint.metrics)
+            decision = self.saving.decide(self._moment(epoch_ended=epoch_ended, ending=True, signal=None))
             if decision.save:
                 self.take(decision.reason, wait=False, must=True, eager=True)
 
