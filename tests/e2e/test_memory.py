@@ -61,29 +61,31 @@ def newest(root: Path) -> tuple[Path, object]:
     return Path(root, f"tenuto-{os.geteuid()}", found.name), found.footer
 
 
-@pytest.mark.parametrize(
-    "save", [every(steps=10) | on.end(), every(steps=10)], ids=["saved at the end", "not asked for"]
-)
-def test_a_last_step_that_only_memory_has_is_saved_by_the_restart_that_has_nothing_left_to_do(
-    where: Path, save
-) -> None:
-    """Killed between its last step and the save of the end."""
+def killed_after_its_last_step(where: Path) -> Life:
+    """Before the save of the end: memory alone has step 37, and the store has 30."""
+    life = live(
+        where, steps=37, kill=37, save=every(steps=10), on_step=lambda ckpt, step, state: ckpt.log(loss=1 / step)
+    )
+    assert life.killed and tenuto.load(where).checkpoint.step == 30
+    return life
 
-    def on_step(ckpt, step, state) -> None:
-        ckpt.log(loss=1 / step)
 
-    first = live(where, steps=37, kill=37, save=every(steps=10), on_step=on_step)
-    second = live(where, steps=37, save=save)
-    assert first.killed and (second.status, second.began, [*second.digests]) == (0, 37, [37])
-    asked = isinstance(save, type(every(steps=10) | on.end()))
+def test_a_last_step_that_only_memory_has_is_saved_by_the_restart_that_has_nothing_left_to_do(where: Path) -> None:
+    first = killed_after_its_last_step(where)
+    second = live(where, steps=37)
+    assert (second.status, second.began, [*second.digests]) == (0, 37, [37])
     found = tenuto.load(where)
-    assert found.checkpoint.step == (37 if asked else 30)
-    if asked:
-        assert found.checkpoint.metrics == {"loss": 1 / 37}
-        assert found.progress["step"] == 37
-        last = live(where, steps=40)
-        assert last.began == 37
-        right(first, last)
+    assert (found.checkpoint.step, found.progress["step"]) == (37, 37)
+    assert found.checkpoint.metrics == {"loss": 1 / 37}
+    last = live(where, steps=40)
+    assert last.began == 37
+    right(first, last)
+
+
+def test_a_restart_that_has_nothing_left_to_do_saves_nothing_that_the_policy_does_not_ask_for(where: Path) -> None:
+    killed_after_its_last_step(where)
+    second = live(where, steps=37, save=every(steps=10))
+    assert (second.status, second.began) == (0, 37) and tenuto.load(where).checkpoint.step == 30
 
 
 def test_a_last_epoch_that_only_memory_has_is_saved_where_epochs_are(where: Path) -> None:
@@ -105,7 +107,7 @@ def test_a_last_epoch_that_only_memory_has_is_saved_where_epochs_are(where: Path
 
 
 def test_a_loop_of_ones_own_with_nothing_left_to_do_is_told_what_saves_its_last_step(where: Path, root: Path) -> None:
-    assert live(where, steps=37, kill=37, save=every(steps=10)).killed
+    killed_after_its_last_step(where)
     script = f"""
 import numpy as np, tenuto
 from tenuto import every

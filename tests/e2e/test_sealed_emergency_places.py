@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 import tenuto
-from support.emergency_training import KEPT_IN_MEMORY, LOOP, TRAIN, answers, place, ran, ranks_ran, untouched
+from support.emergency_training import KEPT_IN_MEMORY, LOOP, TRAIN, answers, place, ran, ranks_ran, untouched, weights
 from support.supervised import finished
 from support.troubled_store import variables
 from tenuto.cli import main
@@ -50,14 +49,9 @@ def command(directory: Path, environment: dict[str, str], *words: str | Path) ->
     return printed.getvalue()
 
 
-def plaintext(step: int) -> bytes:
-    """Returns what the parameters of the training are at a step: no file of a sealed place has any of it."""
-    generator = np.random.RandomState(0)
-    return np.sum([generator.rand(1000) for _ in range(step)], axis=0).tobytes()
-
-
 def assert_hidden(tmp_path: Path, step: int, *, name: str = "other") -> None:
-    words = plaintext(step)
+    """No file of the place has any part of what the parameters are at that step."""
+    words = weights(step)
     pieces = [words[at : at + 16] for at in range(0, len(words), 800)]
     files = [file for file in (tmp_path / name).rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) > len(words)
@@ -82,7 +76,7 @@ def test_what_lies_there_is_sealed_and_is_resumed_bit_for_bit(
     answers(tmp_path)
     assert_hidden(tmp_path, 8)
     loaded = tenuto.load(place(tmp_path), run="main", key=tmp_path / "key")
-    assert loaded.state["w"].tobytes() == plaintext(8), "whoever can unlock the repository can unlock the place"
+    assert loaded.state["w"].tobytes() == weights(8), "whoever can unlock the repository can unlock the place"
     with pytest.raises(KeyMissing):
         tenuto.load(place(tmp_path), run="main")
     assert_whole(Repo.open(open_store(place(tmp_path))))
@@ -242,7 +236,7 @@ def test_what_training_has_left_behind_is_taken_by_the_command_that_is_named(
     named = re.search(r"is left alone: (.*?); `tenuto (.*?)` takes it", later.stderr)
     assert named and "attempt 2 has gone further" in named[1], later.stderr
     command(tmp_path, environment, *named[2].replace("NEWRUN", "rescued").split())
-    assert tenuto.load(tmp_path / "ckpts", run="rescued", key=tmp_path / "key").state["w"].tobytes() == plaintext(8)
+    assert tenuto.load(tmp_path / "ckpts", run="rescued", key=tmp_path / "key").state["w"].tobytes() == weights(8)
     assert_whole(opened(tmp_path / "ckpts", tmp_path / "key"))
 
 

@@ -328,13 +328,15 @@ def test_one_rank_decides_by_its_clock_and_its_metrics_for_all(tmp_path: Path) -
                 ckpt.log(loss=1.0 / number)
             if number == 100:
                 ckpt.log(tag="middle")
+            if number in (150, 200, 250):
+                ckpt.wait()  # however slow the machine: saves come after it again
 
         return trained(plan, rank, step, save=every(minutes=0.01) | on.improve("loss"), keep=tenuto.keep.latest(2))
 
     plan = Plan(tmp_path, 3, 300, timeout_s=8.0, in_flight=2)
     found = ended(plan, work)
     assert {one.status for one in found} == {0}
-    assert len({tuple(one.told["committed"]) for one in found}) == 1 and len(found[0].told["committed"]) >= 2
+    assert len({tuple(one.told["committed"]) for one in found}) == 1 and len(found[0].told["committed"]) > 2
     assert tenuto.load(plan.where, step="middle").step == 100
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,11 +35,18 @@ def images(place: Path, drawn: dict[str, Any], capture: str) -> tuple[dict[int, 
         return seal(self, job)
 
     training, told = Training(drawn), Told()
+
+    def body(step: int) -> None:
+        training.step(step)
+        until = time.monotonic() + 60
+        while step and step not in found and time.monotonic() < until:
+            time.sleep(0.002)  # or the image of the next step may be skipped
+
     with shared_memory(), mock.patch.object(MemoryTier, "seal", seen):
         options = {"save": every(steps=1000), "memory": every(steps=1), "capture": capture}
-        train(place, training.state, training.step, steps=STEPS, told=told, **options)
+        train(place, training.state, body, steps=STEPS, told=told, **options)
     sealed = [event.id.step for event in told.events if isinstance(event, SavedToMemory)]
-    assert sealed == sorted(found) and sealed, "a machine that is busy skips the image of a step, no more"
+    assert sealed == sorted(found) == list(range(1, STEPS + 1))
     return found, told
 
 
@@ -53,11 +61,9 @@ def test_an_image_in_memory_is_the_same_fenced_or_eager(drawn: dict[str, Any]) -
         eager, _ = images(place / "eager", drawn, "eager")
         fenced, told = images(place / "fenced", drawn, "fenced")
         assert not told.demoted
-        both = sorted(eager.keys() & fenced.keys())
-        assert both, (sorted(eager), sorted(fenced))
-        for step in both:
-            assert eager[step].keys() == fenced[step].keys()
-            differing = [path for path, bits in eager[step].items() if fenced[step][path] != bits]
+        for step, leaves in eager.items():
+            assert leaves.keys() == fenced[step].keys()
+            differing = [path for path, bits in leaves.items() if fenced[step][path] != bits]
             assert not differing, f"step {step}, late {sorted(owned(told))[:5]}"
 
     in_a_new_place(check)

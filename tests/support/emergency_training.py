@@ -45,12 +45,17 @@ def ran(
     return done
 
 
+def weights(step: int) -> bytes:
+    """Returns what the parameters of the training are at a step."""
+    generator, w = np.random.RandomState(0), np.zeros(1000)
+    for _ in range(step):
+        w += generator.rand(1000)
+    return w.tobytes()
+
+
 def untouched() -> str:
     """Returns what LOOP prints where nothing happens to it."""
-    generator, w = np.random.RandomState(0), np.zeros(1000)
-    for _ in range(20):
-        w += generator.rand(1000)
-    return f"20 {w.tobytes().hex()[:64]}\n"
+    return f"20 {weights(20).hex()[:64]}\n"
 
 
 def answers(tmp_path: Path) -> None:

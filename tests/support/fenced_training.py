@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import tenuto
 from tenuto import every, keep
 from tenuto.engine.fence import fence
 from tenuto.engine.save import fenced_capture as engine
-from tenuto.events import Event, LeafDemoted, SaveFailedEvent
+from tenuto.events import Committed, Event, LeafDemoted, SaveFailedEvent
 from tenuto.integrations.torch import device
 from tenuto.state import update_barrier
 
@@ -40,6 +41,13 @@ class Told:
 
     def emit(self, event: Event) -> None:
         self.events.append(event)
+
+    def await_end_of(self, step: int) -> None:
+        """Returns once the save of a step is committed or has failed, of which the next one knows then."""
+        until = time.monotonic() + 60
+        while not any(isinstance(one, Committed | SaveFailedEvent) and one.id.step == step for one in self.events):
+            assert time.monotonic() < until, f"the save of step {step} has not ended"
+            time.sleep(0.002)
 
     @property
     def demoted(self) -> dict[str, str]:

@@ -307,8 +307,7 @@ class TrainingSession:
         self.position.restore_random_state()
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Logs metrics of the open step; outside, of the last completed one, noted if its checkpoint is taken
-        already."""
+        """Logs metrics of the open step; outside, of the last completed one, as a note if its checkpoint is taken."""
         if isinstance(self.loop, Epochs) and self.loop.unused:
             self._early.update(metrics)
             self.saving.seen(metrics, self.step)
@@ -492,18 +491,20 @@ class TrainingSession:
         found = self.claiming.restored
         if found is not None and self.claiming.only_in_memory and self.unsaved and self.step == found.checkpoint.step:
             self.metrics = dict(found.checkpoint.metrics)
-            decision = self.saving.decide(self._moment(epoch_ended=epoch_ended, ending=True, signal=None))
-            if decision.save:
-                self.take(decision.reason, wait=False, must=True, eager=True)
+            self._take_at_the_end(self._moment(epoch_ended=epoch_ended, ending=True, signal=None), eager=True)
+
+    def _take_at_the_end(self, moment: Moment, *, wait: bool = False, eager: bool = False) -> None:
+        """Takes a save of the last completed step if the policy wants it at this end, or if `stop` left it unsaved."""
+        decision = self.saving.decide(moment)
+        if decision.save or (self.stopping and self.unsaved):
+            self.take(decision.reason if decision.save else STOPPED, wait=wait, must=True, eager=eager)
 
     def _take_last(self) -> None:
-        """Takes the last save of a loop of the user's own, if the policy wants it. Ours have reported their end."""
-        if not self._lacks_last_save:
-            return
-        signal = self._preemption.signal if self.saving.group.acts_at_once else None
-        decision = self.saving.decide(self._moment(ending=True, signal=signal))
-        if decision.save or self.stopping:
-            self.take(decision.reason if decision.save else STOPPED, wait=False, must=True)
+        """Takes the last save of a loop of the user's own, if the policy wants it. Our own loops have reported their
+        end themselves, and what is done to the state after them belongs to no step."""
+        if self._lacks_last_save:
+            signal = self._preemption.signal if self.saving.group.acts_at_once else None
+            self._take_at_the_end(self._moment(ending=True, signal=signal))
 
     @property
     def _left_behind(self) -> bool:
@@ -559,17 +560,16 @@ class TrainingSession:
             self._mark = self._snapshots.mark()
 
     def _act_on_signal(self) -> None:
-        """Leaves if a signal came, the last step saved. Of several ranks the round after each step decides."""
+        """Leaves if a signal came, with the last completed step saved. In a job of several ranks the round after each
+        step decides when one counts."""
         signal = self._preemption.signal
-        if signal is None or not self.saving.group.acts_at_once:
-            return
-        decision = self.saving.decide(self._moment(ending=True, signal=signal))
-        if decision.save:
-            self.take(decision.reason, wait=True, must=True, eager=True)
-        self._leave(signal)
+        if signal is not None and self.saving.group.acts_at_once:
+            self._take_at_the_end(self._moment(ending=True, signal=signal), wait=True, eager=True)
+            self._leave(signal)
 
     def _consider_late(self) -> None:
-        """Considers a save for a metric that came after its step, if the state has not changed since that step."""
+        """Considers a save for a metric that came after its step. Inside `epochs` the end of the epoch asks for it;
+        else it is taken now, unless the state has changed since that step."""
         reason = self._late_metrics.reason()
         if reason and self._late_metrics.still_there(reason):
             self.take(reason, wait=False)

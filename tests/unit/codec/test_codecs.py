@@ -40,7 +40,7 @@ def chunks(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("name", registry.names())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(case=chunks())
 def test_made_up_chunks_come_back(name: str, case: tuple[bytes, bytes]) -> None:
     codec = registry.codec(name)
@@ -50,7 +50,7 @@ def test_made_up_chunks_come_back(name: str, case: tuple[bytes, bytes]) -> None:
 
 
 @pytest.mark.parametrize("name", registry.names())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(stored=st.binary(max_size=200), size=st.integers(0, 400))
 def test_made_up_stored_bytes_are_another_chunk_or_damage(name: str, stored: bytes, size: int) -> None:
     codec = registry.codec(name)

@@ -94,13 +94,18 @@ def slow(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def training(place: Any, steps: int, **more: Any) -> Iterator[Any]:
-    """Trains to the step, and yields before the Checkpointer is closed."""
+def training(place: Any, steps: int, *, brought: int = 0, **more: Any) -> Iterator[Any]:
+    """Trains to the step, and yields before the Checkpointer is closed. Once step `brought` is done waits until the
+    other tiers have it: or a newer one may take its place."""
     state = {"w": np.zeros(SIZE)}
     arguments = {"save": every(steps=1), "keep": keep.latest(2), **more}
     with tenuto.Checkpointer(place, state, **arguments) as ckpt:
-        for _ in ckpt.steps(steps):
+        for step in ckpt.steps(steps):
             state["w"] += 1
+            if step and step == brought:
+                ckpt.wait()
+                for fill in ckpt._training.saving.tiers.followers:
+                    assert fill.rounds.join(60)
         ckpt.wait()
         yield ckpt
     assert (state["w"] == steps).all()
@@ -188,9 +193,9 @@ def test_each_tier_has_its_own_cadence_and_its_own_retention(fast: Path, slow: P
     tiers = Tiers(Tier(fast, keep=keep.latest(1)), Tier(slow, save=every(steps=3) | on.end(), keep=keep.all()))
     events: list[Any] = []
     for steps in (3, 5, 7):
-        train(tiers, steps, sinks=[events.append], keep=keep.latest(5))
-    assert steps_in(fast) in ([7], [6, 7]), "its own policy, not the run's; 6 stays while it is copied"
-    assert steps_in(slow) == [3, 5, 6, 7] or steps_in(slow) == [3, 5, 7], "multiples of 3, and the end of each training"
+        train(tiers, steps, brought=6, sinks=[events.append], keep=keep.latest(5))
+    assert steps_in(fast) == [7], "its own policy, not the run's"
+    assert steps_in(slow) == [3, 5, 6, 7], "multiples of 3, and the end of each training"
     assert any(isinstance(event, TierLag) and event.behind == 0 for event in events)
 
 
@@ -592,14 +597,7 @@ def test_a_tier_keeps_what_was_saved_first_after_a_rollback(fast: Path, slow: Pa
     for steps in (2, 4):
         train(tiers, steps, keep=keep.all())
     tenuto.Repository(tiers).rollback(2)
-    state = {"w": np.zeros(SIZE)}
-    with tenuto.Checkpointer(tiers, state, save=every(steps=1), keep=keep.all()) as ckpt:
-        for step in ckpt.steps(5):
-            state["w"] += 1
-            ckpt.wait()
-            until = time.monotonic() + 60
-            while step == 3 and 3 not in steps_in(slow) and time.monotonic() < until:
-                time.sleep(0.005)  # or a newer one may take its place
+    train(tiers, 5, brought=3, keep=keep.all())
     assert [str(id) for id in tenuto.Repository(fast).checkpoints()][:3] == [f"main/a0004/{step}" for step in (5, 4, 3)]
     assert [str(id) for id in tenuto.Repository(slow).checkpoints()] == ["main/a0004/5", "main/a0004/3"]
 
