@@ -61,6 +61,7 @@ def rows() -> list[Row]:
     return [
         *(_stall(f"p1_stall{size}") for size in SIZES),
         *(_fenced(f"p2_fenced{size}") for size in SIZES),
+        *(row for size in SIZES for row in _on_a_gpu(f"cuda_stall{size}")),
         *(row for size in UNSIZED for row in _overhead(f"p3_overhead{size}")),
         *(row for size in ("_0.03gib", *SIZES) for row in _everyday(f"p3_everyday{size}")),
         *(_durable(f"p4_sync_save{size}") for size in SIZES),
@@ -93,6 +94,20 @@ def _fenced(id: str) -> Row:
     what = "training blocked by a fenced save, {gib} GiB"
     beside = (("tenuto save(), eager", "eager"), *ASYNC, TORCH)
     return Row(id, what, "tenuto save(), fenced", beside, COPY)
+
+
+def _on_a_gpu(id: str) -> list[Row]:
+    pinned = ("copy to pinned memory", "one copy into pinned memory")
+    beside = (("dcp.async_save, thread", "`dcp.async_save` (thread)"), TORCH)
+    loads = (
+        ("torch.load(mmap, map_location=cuda)", "`torch.load(mmap=True)`"),
+        ("dcp.load into the device", "`dcp.load`"),
+    )
+    return [
+        Row(id, "training on a GPU blocked by a save, {gib} GiB", "tenuto save(), eager", beside, pinned),
+        Row(id, "training on a GPU blocked by a fenced save, {gib} GiB", "tenuto save(), fenced", beside, pinned),
+        Row(id, "restore onto a GPU, every byte verified, {gib} GiB", "tenuto.load into the device", loads),
+    ]
 
 
 def _overhead(id: str) -> list[Row]:
@@ -481,8 +496,7 @@ def _of_ranks(ranks: int, size: str) -> list[Row]:
 
 
 def load(results: Path = RESULTS) -> dict[str, Document]:
-    paths = sorted([*results.glob("p*.json"), *results.glob("ranks_*.json"), *results.glob("stripe.json")])
-    kinds = ("p*.json", "ranks_*.json", "trainers_*.json", "convert_*.json")
+    kinds = ("cuda_*.json", "p*.json", "ranks_*.json", "trainers_*.json", "convert_*.json")
     paths = sorted(path for kind in kinds for path in results.glob(kind))
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
@@ -554,13 +568,14 @@ def _table(shown: Sequence[tuple[Row, Document]], results: str) -> list[str]:
 
 
 def _conditions(documents: Iterable[Document]) -> list[str]:
-    places = sorted(
-        {
-            f"{one['machine']['cores']} cores ({one['machine']['cpu']}), {one['machine']['file_system']}, "
+    def place(one: Document) -> str:
+        machine, device = one["machine"], f", {one['device']}" if "device" in one else ""
+        return (
+            f"{machine['cores']} cores ({machine['cpu']}){device}, {machine['file_system']}, "
             f"torch {one['versions']['torch']}"
-            for one in documents
-        }
-    )
+        )
+
+    places = sorted({place(one) for one in documents})
     return [
         f"On {'; and on '.join(places)}; medians of interleaved rounds. The file behind each figure names its",
         "command, versions and intervals.",

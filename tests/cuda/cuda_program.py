@@ -2,6 +2,8 @@
 
 python cuda_program.py PLACE OUT train|memory CAPTURE RUN STEPS KILL_AT
 python cuda_program.py PLACE OUT ranks CAPTURE fsdp2|ddp|dtensor
+
+RANK and WORLD_SIZE make the last one of several, which share the device and talk by gloo: NCCL wants a device for each.
 """
 
 from __future__ import annotations
@@ -87,18 +89,20 @@ def training(place: Path, out: Path, kind: str, capture: Any, run: str, steps: i
     out.write_text(json.dumps(result))
 
 
-def one_rank(place: Path, out: Path, capture: Any, kind: str) -> None:
-    """A job of one rank: what it has saved is in every bit what it had, and comes back into another model."""
+def ranks(place: Path, out: Path, capture: Any, kind: str) -> None:
+    """A rank: what the job has saved is in every bit what it had, and comes back into another model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
 
     from tenuto.engine.fence import fence
     from tenuto.engine.save import fenced_capture
 
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{place / 'meeting'}", rank=0, world_size=1)
-    mesh = init_device_mesh("cuda", (1,))
+    backend = "nccl" if world == 1 else "cpu:gloo,cuda:gloo"
+    dist.init_process_group(backend, init_method=f"file://{place / 'meeting'}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cuda", (world,))
     late: set[str] = set()
 
     class Watched(fence.Fence):
@@ -120,11 +124,14 @@ def one_rank(place: Path, out: Path, capture: Any, kind: str) -> None:
             fully_shard(model, mesh=mesh)
         state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
         if kind == "dtensor":
-            state["cut"] = distribute_tensor(torch.randn(64, 32, device="cuda"), mesh, [Shard(0)])
+            own = torch.randn(64, 32, device="cuda") + rank
+            state["cut"] = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
         return state
 
     def step(state: dict[str, Any]) -> None:
         batch = torch.randn(32, WIDTH, device="cuda")
+        if kind != "dtensor":  # whose model nobody keeps the same on all ranks
+            batch += rank
         state["optimizer"].zero_grad()
         nn.functional.mse_loss(state["model"](batch), batch).backward()
         state["optimizer"].step()
@@ -155,15 +162,16 @@ def one_rank(place: Path, out: Path, capture: Any, kind: str) -> None:
     found = snapshot(third)
     restored = restored and all(torch.equal(found[path], one) for path, one in wanted[steps].items())
     committed = sorted(id.step for id in tenuto.Repository(place / kind).checkpoints("main"))
+    cut = {path: one.tolist() for path, one in wanted[steps].items() if path.startswith("/cut")}
     result = {"differing": differing, "steps": sorted(wanted), "committed": committed, "restored": restored}
-    out.write_text(json.dumps(result | {"late": sorted(late)}))
+    out.write_text(json.dumps(result | {"late": sorted(late), "cut": cut}))
     dist.destroy_process_group()
 
 
 def main() -> None:
     place, out, kind, capture, *rest = sys.argv[1:]
     if kind == "ranks":
-        one_rank(Path(place), Path(out), capture, *rest)
+        ranks(Path(place), Path(out), capture, *rest)
     else:
         training(Path(place), Path(out), kind, capture, rest[0], int(rest[1]), int(rest[2]))
 

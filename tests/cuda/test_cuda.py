@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,14 +123,18 @@ def messages(told: Told) -> list[str]:
     return [event.message for event in told.events if isinstance(event, Warned)]
 
 
-def program(place: Path, *words: str, status: int = 0) -> dict[str, Any]:
+def program(place: Path, *words: str, status: int = 0, **variables: str) -> dict[str, Any]:
     """Runs the program beside this file, and returns what it has written."""
-    out = place / f"{'-'.join(words)}-{len(list(place.glob('*.json')))}.json"
+    out = place / f"{'-'.join([*words, *variables.values()])}-{len(list(place.glob('*.json')))}.json"
     root = Path(__file__).parents[2]
-    environment = os.environ | {
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = (
+        os.environ
+        | variables
+        | {
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")]),
+        }
+    )
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(place), str(out), *words],
         env=environment,
@@ -891,6 +896,22 @@ def test_a_rank_of_nccl(tmp_path: Path, kind: str, capture: str) -> None:
     found = program(tmp_path, "ranks", capture, kind)
     assert found["differing"] == [] and found["steps"] == found["committed"] and found["restored"] is True
     assert kind == "dtensor" or capture == "eager" or found["late"], "nothing was late"
+
+
+@pytest.mark.parametrize("capture", ["eager", "fenced"])
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp", "dtensor"])
+def test_two_ranks_share_the_device(tmp_path: Path, kind: str, capture: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        running = [
+            pool.submit(program, tmp_path, "ranks", capture, kind, RANK=str(rank), WORLD_SIZE="2") for rank in (0, 1)
+        ]
+        found = [one.result() for one in running]
+    for one in found:
+        assert one["differing"] == [] and one["steps"] == one["committed"] and one["restored"] is True
+    if kind == "dtensor":
+        whole = torch.cat([torch.tensor(one["cut"]["/cut"]) for one in found])
+        loaded = tenuto.load(tmp_path / kind, device="cuda").state["cut"]
+        assert loaded.is_cuda and torch.equal(loaded.cpu(), whole), "by one process, without a job"
 
 
 def test_a_forked_child_leaves_the_parents_memory_alone(place: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,9 +53,16 @@ def held(rank: int, of: int, step: int = 0) -> dict[str, Any]:
 
 
 def save_jointly(
-    repo: Repo, count: int = 3, steps: tuple[int, ...] = (1, 2), run: str = "main", *, session: str = ""
+    repo: Repo,
+    count: int = 3,
+    steps: tuple[int, ...] = (1, 2),
+    run: str = "main",
+    *,
+    session: str = "",
+    holding: Callable[[int, int, int], dict[str, Any]] = held,
 ) -> list[CheckpointId]:
-    """One attempt of a job of `count` ranks, ended; its checkpoints. `session`: what save ids are made from."""
+    """One attempt of a job of `count` ranks, ended; its checkpoints. `session`: what save ids are made from. `holding`:
+    what a rank holds, of how many, at a step."""
     attempt = claim(repo, run, None)
 
     def work(agreement: Agreement) -> list[CheckpointId]:
@@ -63,7 +71,7 @@ def save_jointly(
         saver.attempt = attempt
         saves = []
         for step in steps:
-            state = held(agreement.rank, agreement.world_size, step)
+            state = holding(agreement.rank, agreement.world_size, step)
             flattened = Flattener(state, private={"mine": np.full(2, agreement.rank)}).flatten()
             about = ManifestDetails(progress={"step": step}, environment={"python": "3.11"})
             saves.append(saver.save(flattened, step, wait=True, about=about))

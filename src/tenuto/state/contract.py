@@ -101,6 +101,12 @@ class Sink(Protocol):
         """Copies the leaf's bytes from `data` (used where `buffer` is None)."""
         ...
 
+    @property
+    def fill_part(self) -> Callable[[int, Buffer], None] | None:
+        """Copies some of the leaf's bytes, those from the given one on, from any thread. Used where `buffer` is None;
+        where this is None too, the leaf is collected in memory of the reader's and filled as a whole."""
+        ...
+
 
 @record
 class LoadReport:

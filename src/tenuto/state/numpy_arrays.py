@@ -141,6 +141,10 @@ class ArraySink:
     def fill(self, data: Buffer) -> None:
         np.copyto(self._array, np.ndarray(self._array.shape, self._array.dtype, data), casting="no")
 
+    @property
+    def fill_part(self) -> None:
+        return None
+
 
 def _geometry(array: Array) -> Geometry:
     low, high = np.lib.array_utils.byte_bounds(array)

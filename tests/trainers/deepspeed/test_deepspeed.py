@@ -185,7 +185,7 @@ def test_a_script_with_save_checkpoint_stays_as_it_is(tmp_path: Path) -> None:
             one.bind(("127.0.0.1", 0))
             port = str(one.getsockname()[1])
         own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-        environ = {**os.environ, **own, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": EXTENSIONS}
+        environ = {**os.environ, **own, "TORCH_EXTENSIONS_DIR": EXTENSIONS}
         out = tmp_path / "out.json"
         words = [sys.executable, "-W", "ignore", str(script), str(tmp_path / where), str(steps), str(out), *tag]
         ended = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import MappingProxyType
 
@@ -9,7 +10,8 @@ import pytest
 
 from tenuto.testing.trainer_suite import TrainerSuite
 
-ONE_DEVICE = MappingProxyType({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""})
+ON_CPU = os.environ.get("TRAINERS_DEVICE", "cpu") == "cpu"
+ONE_DEVICE = MappingProxyType({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} if ON_CPU else {})
 SCRIPT = Path(__file__).with_name("train_jax.py")
 
 

@@ -11,7 +11,8 @@ import os
 import random
 from pathlib import Path
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+if os.environ.get("TRAINERS_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras

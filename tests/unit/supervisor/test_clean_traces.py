@@ -12,11 +12,13 @@ import pytest
 from support.traces import merged, recorded, trace
 from tenuto.supervisor.actions import TABLE
 from tenuto.supervisor.detectors.contract import STEPS, Sample
+from tenuto.supervisor.detectors.gpu import Gpu
 from tenuto.supervisor.detectors.registry import detectors
 
 GIB = float(1 << 30)
 HOUR_S = 3600.0
-RECORDED = Path(__file__).parent / "traces" / "two-cores.jsonl.gz"
+TRACES = Path(__file__).parent / "traces"
+RECORDED, ON_A_GPU = TRACES / "two-cores.jsonl.gz", TRACES / "h100.jsonl.gz"
 
 
 def actions(samples: Iterable[Sample]) -> dict[str, int]:
@@ -103,3 +105,12 @@ def test_an_hour_that_was_recorded_on_a_busy_machine_has_no_finding() -> None:
         one.source for one in found
     }
     assert actions(found) == {}
+
+
+def test_minutes_on_a_gpu_under_full_load_have_no_finding_but_the_error_of_another_program() -> None:
+    """One H100 at 70 degrees, beside a program whose kernel read out of bounds, once (Xid 43): nobody is restarted."""
+    found = list(recorded(ON_A_GPU))
+    assert found[-1].at - found[0].at > 400 and sum(one.source == "gpu" for one in found) > 40
+    assert actions(found) == {}
+    (said,) = [one for sample in found for one in Gpu().judge(sample)]
+    assert (said.name, said.evidence) == ("gpu-error", "GPU 0 reports Xid 43")

@@ -141,7 +141,8 @@ class Destinations(Protocol):
     first byte of the row."""
 
     def part(self, want: int, start: int, stop: int) -> Buffer | None:
-        """Returns the memory that bytes `start..stop-1` go to; None where not all of them are wanted."""
+        """Returns the memory that bytes `start..stop-1` go to; None where not all of them are wanted, or there is none:
+        then they are `put`."""
         ...
 
     def put(self, want: int, start: int, data: Buffer) -> None:

@@ -53,6 +53,8 @@ class LeafTargets:
         self._buffers: dict[int, Buffer] = {}
         """By place among the wanted; of small leaves only where nothing else tells the address."""
         self._ours: list[int] = []
+        self._parts: dict[int, Callable[[int, Buffer], None]] = {}
+        """What fills large leaves that have no memory to offer, part by part: they need none of ours."""
         self._address: Column = np.fromiter(self._addresses(), np.int64, len(wants))
         """Of the small leaves; 0 for the others."""
 
@@ -60,6 +62,9 @@ class LeafTargets:
         found = []
         for place, ((_, sink), nbytes) in enumerate(zip(self._wants, self._lengths, strict=True)):
             span = sink.span() if nbytes < SMALL_BYTES else None
+            if span is None and nbytes >= SMALL_BYTES and sink.buffer is None and (fill := sink.fill_part) is not None:
+                self._parts[place] = fill
+                span = (0, nbytes)
             if span is None:
                 buffer = self._buffer(place, sink, nbytes)
                 span = (buffer.ctypes.data if 0 < nbytes < SMALL_BYTES else 0, len(buffer))
@@ -80,7 +85,10 @@ class LeafTargets:
         return buffer
 
     def part(self, place: int, start: int, stop: int) -> Buffer | None:
-        """Returns the memory that bytes `start..stop-1` of the leaf go to; None where not all of them are wanted."""
+        """Returns the memory that bytes `start..stop-1` of the leaf go to; None where not all of them are wanted, or
+        the leaf has no memory to offer."""
+        if place in self._parts:
+            return None
         if self._leads is not None:
             start, stop = start - self._leads[place], stop - self._leads[place]
             if start < 0 or stop > self._lengths[place]:
@@ -93,7 +101,11 @@ class LeafTargets:
             start -= self._leads[place]
         stop = min(start + len(data), self._lengths[place])
         begin = max(start, 0)
-        np.positive(data[begin - start : stop - start], out=self._whole(place)[begin:stop])
+        piece = data[begin - start : stop - start]
+        if (fill := self._parts.get(place)) is not None:
+            fill(begin, piece)
+        else:
+            np.positive(piece, out=self._whole(place)[begin:stop])
 
     def _whole(self, place: int) -> Buffer:
         found = self._buffers.get(place)
@@ -198,6 +210,29 @@ class MemorySink:
 
     def fill(self, data: Buffer) -> None:
         self.data[:] = data
+
+    @property
+    def fill_part(self) -> None:
+        return None
+
+
+class SinkPart:
+    """The bytes from `first` on of a sink that is filled in parts."""
+
+    buffer = None
+
+    def __init__(self, fill: Callable[[int, Buffer], None], first: int) -> None:
+        self._fill = fill
+        self._first = first
+
+    def span(self) -> None:
+        return None
+
+    def fill(self, data: Buffer) -> None:
+        self._fill(self._first, data)
+
+    def fill_part(self, start: int, data: Buffer) -> None:
+        self._fill(self._first + start, data)
 
 
 class Staged(MemorySink):

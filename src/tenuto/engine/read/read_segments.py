@@ -11,7 +11,7 @@ import numpy as np
 from tenuto.codec.chunk_map import ChunkMap
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read.lazy_reader import LazyReader, item_dtype
-from tenuto.engine.read.leaf_reader import MemorySink
+from tenuto.engine.read.leaf_reader import MemorySink, SinkPart
 from tenuto.engine.read.local_state import LocalState, Part, is_saved
 from tenuto.errors import CorruptionError
 from tenuto.record import record
@@ -132,9 +132,9 @@ class ReadSegments:
         self._wants = self._at = np.zeros(0, np.int64)
         """What each run is for: a line of `wanted`, or below 0 a private leaf, the first of which is -1; and from which
         of its bytes on."""
-        self.runs = self._runs(plan.take(np.flatnonzero(count == 1)), private)
         self._plan = plan
         self._to_cut = np.flatnonzero(count > 1).tolist()
+        self.runs = self._runs(plan.take(np.flatnonzero(count == 1)), private)
 
     def cuts(self, piece_bytes: int) -> list[BoxRead]:
         """Returns the boxes to cut out, in pieces that span about `piece_bytes` of their rows."""
@@ -186,10 +186,13 @@ class ReadSegments:
         whole = found.length == wanted.nbytes()[want]
         sinks: list[Sink] = []
         rows = zip(want.tolist(), whole.tolist(), found.target.tolist(), found.length.tolist(), strict=True)
-        places = wanted.row.tolist()
+        places, boxes = wanted.row.tolist(), set(self._plan.wanted[self._to_cut].tolist())
         for line, full, at, length in rows:
+            sink = self._sinks[places[line]]
             if full and length <= PIECE_BYTES:
-                sinks.append(self._sinks[places[line]])
+                sinks.append(sink)
+            elif line not in boxes and sink.buffer is None and (fill := sink.fill_part) is not None:
+                sinks.append(SinkPart(fill, at))
             else:
                 sinks.append(MemorySink(self._target(line).memory[at : at + length]))
         self._wants = np.concatenate([want, -1 - np.arange(len(private))])

@@ -121,22 +121,33 @@ class DeviceCopies:
         parts: Sequence[LateLeaf],
         watched: Sequence[LateLeaf],
         probe: DeviceProbe | None = None,
+        *,
+        targets: Sequence[torch.Tensor],
     ) -> None:
+        """targets: tensors over `views`."""
         self._device = device
         self._events: list[Any] = []
+        """For each part the one behind it, or behind the last of a few short ones: an event takes as long as a copy."""
         with torch.no_grad(), torch.cuda.device(device):
             before = torch.cuda.Event()  # type: ignore[no-untyped-call]
             before.record(torch.cuda.current_stream(device))
             stream = _side_stream(device)
             stream.wait_event(before)
             with torch.cuda.stream(stream):
+                waiting = queued = 0
                 for retained, leaf, start, stop in parts:
                     retained.record_stream(stream)  # keeps the memory from being reused while this stream reads it
-                    target = torch.from_numpy(views[leaf][start:stop])
-                    target.copy_(as_bytes(retained)[start:stop], non_blocking=True)
-                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    done.record(stream)
-                    self._events.append(done)
+                    if stop - start == views[leaf].size:
+                        targets[leaf].copy_(raw(retained), non_blocking=True)
+                    else:
+                        target = torch.from_numpy(views[leaf][start:stop])
+                        target.copy_(as_bytes(retained)[start:stop], non_blocking=True)
+                    waiting, queued = waiting + 1, queued + stop - start
+                    if queued >= DEVICE_STEP or len(self._events) + waiting == len(parts):
+                        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        done.record(stream)
+                        self._events += [done] * waiting
+                        waiting = queued = 0
                 self.unchanged = compare_on_device(device, views, watched) if watched else lambda: ()
                 if probe is not None:
                     probe.take_again()
@@ -401,7 +412,7 @@ class AcceleratorBound(TorchBound):
         self, parts: Sequence[LateLeaf], watched: Sequence[LateLeaf] = (), probe: Probe | None = None
     ) -> LateCopies:
         read = probe if isinstance(probe, DeviceProbe) else None
-        return DeviceCopies(self.device, self._views, parts, watched, read)
+        return DeviceCopies(self.device, self._views, parts, watched, read, targets=self._targets)
 
     def probe(self, parts: Sequence[LateLeaf]) -> Probe:
         return DeviceProbe(self.device, parts)

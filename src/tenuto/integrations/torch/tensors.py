@@ -14,7 +14,16 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tenuto.errors import CorruptionError, StateError, Unserialisable
-from tenuto.integrations.torch.device import QUANTISED, TORCH_DTYPES, TorchDevice, device_of, over, raw, writable
+from tenuto.integrations.torch.device import (
+    QUANTISED,
+    TORCH_DTYPES,
+    TorchDevice,
+    as_bytes,
+    device_of,
+    over,
+    raw,
+    writable,
+)
 from tenuto.integrations.torch.meshes import is_dtensor
 from tenuto.model.leaf import DTYPES, LeafSpec, escape, join
 from tenuto.model.records import Json
@@ -278,12 +287,13 @@ def _subclass_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json
 class TensorSink:
     """The sink of an existing or new tensor."""
 
-    __slots__ = ("_buffer", "_span", "_tensor")
+    __slots__ = ("_buffer", "_ready", "_span", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, span: tuple[int, int] | None = None) -> None:
         self._tensor = tensor
         self._buffer: Buffer | None = None
         self._span = span
+        self._ready = False
 
     @property
     def buffer(self) -> Buffer | None:
@@ -307,10 +317,26 @@ class TensorSink:
     def fill(self, data: Buffer) -> None:
         with torch.no_grad():
             source = over(writable(data), self._tensor.dtype, self._tensor.shape)
-            if self._tensor.is_cuda:
-                # Readers fill on a stream of their own: what training has queued on its stream may still write here.
-                torch.cuda.synchronize(self._tensor.device)
+            self._await_queued()
             raw(self._tensor).copy_(raw(source))
+
+    @property
+    def fill_part(self) -> Callable[[int, Buffer], None] | None:
+        tensor = self._tensor
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_quantized
+        return self._fill_part if tensor.is_cuda and plain else None
+
+    def _fill_part(self, start: int, data: Buffer) -> None:
+        with torch.no_grad():
+            self._await_queued()
+            as_bytes(raw(self._tensor.detach()))[start : start + len(data)].copy_(torch.from_numpy(writable(data)))
+
+    def _await_queued(self) -> None:
+        """Waits, once, until nothing that training has queued before can write into the tensor: readers fill it on a
+        stream of their own."""
+        if not self._ready and self._tensor.is_cuda:
+            torch.cuda.synchronize(self._tensor.device)
+        self._ready = True
 
 
 def bytes_of(tensor: torch.Tensor) -> Buffer:

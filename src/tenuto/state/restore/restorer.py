@@ -56,6 +56,10 @@ class TiedLeaf:
         for sink in self._sinks:
             sink.fill(data)
 
+    @property
+    def fill_part(self) -> None:
+        return None
+
 
 def _order(item: tuple[Box, Any]) -> tuple[int, ...]:
     return item[0].offsets

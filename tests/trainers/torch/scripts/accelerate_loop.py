@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ import tenuto.accelerate
 from tenuto import every, keep, on
 
 EPOCHS = 3
+DEVICE = os.environ.get("TRAINERS_DEVICE", "cpu")
+"""`cuda` trains on the GPU of the machine, by kernels that do the same twice."""
+if DEVICE != "cpu":
+    torch.use_deterministic_algorithms(True)
 
 
 class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -96,7 +101,7 @@ def main() -> None:
     set_seed(7)
     case = args.case
     accelerator = Accelerator(
-        cpu=True,
+        cpu=DEVICE == "cpu",
         gradient_accumulation_steps=3 if case == "accumulate" else 1,
         dataloader_config=DataLoaderConfiguration(
             use_seedable_sampler=case == "seedable",
@@ -173,6 +178,8 @@ def main() -> None:
     for i, state in enumerate(optimizer.state.values()):
         digest |= {f"optimizer/{i}/{k}": of(v) for k, v in state.items()}
     digest["rng/torch"], digest["rng/numpy"] = of(torch.get_rng_state()), of(np.random.get_state()[1])
+    if DEVICE != "cpu":
+        digest["rng/device"] = of(torch.cuda.get_rng_state())
     digest["lr"] = str(scheduler.get_last_lr())
     if accelerator.is_main_process:
         Path(args.out).write_text(json.dumps({"digest": digest, "history": counters["history"]}))

@@ -22,6 +22,10 @@ KINDS = (
     *("lm", "best", "accumulate", "lora", "bestlora", "group", "iterable", "streamed_masks", "masks", "neftune"),
     *("workers", "epochs", "plateau", "sft", "seq2seq", "short", "counted"),
 )
+DEVICE = os.environ.get("TRAINERS_DEVICE", "cpu")
+"""`cuda` trains on the GPU of the machine, by kernels that do the same twice."""
+if DEVICE != "cpu":
+    torch.use_deterministic_algorithms(True)
 TIMES = ("runtime", "per_second", "flos")
 
 
@@ -113,7 +117,7 @@ def arguments(kind: str, place: str, options: argparse.Namespace) -> dict[str, o
         "save_strategy": "no",
         "report_to": [],
         "learning_rate": 1e-2,
-        "use_cpu": True,
+        "use_cpu": DEVICE == "cpu",
         "disable_tqdm": True,
         "seed": 7,
         "dataloader_num_workers": 0,
@@ -228,6 +232,8 @@ def result(trainer: Trainer, output) -> dict[str, object]:
     found["optimizer"] = digest(trainer.optimizer.state_dict())
     found["scheduler"] = digest({k: v for k, v in trainer.lr_scheduler.state_dict().items() if k != "lr_lambdas"})
     found["torch"] = digest(torch.get_rng_state())
+    if DEVICE != "cpu":
+        found["device"] = digest(torch.cuda.get_rng_state())
     found["numpy"] = digest(np.random.get_state()[1])
     found["python"] = digest(random.getstate())
     kept = [

@@ -33,6 +33,12 @@ CALLBACKS = importlib.import_module(f"{PACKAGE.__name__}.callbacks")
 LOGGERS = importlib.import_module(f"{PACKAGE.__name__}.loggers.logger")
 
 
+DEVICE = os.environ.get("TRAINERS_DEVICE", "cpu")
+"""`cuda` trains on the GPU of the machine, by kernels that do the same twice."""
+if DEVICE != "cpu":
+    torch.use_deterministic_algorithms(True)
+
+
 class Samples(Dataset[Any]):
     """Pictures of 1 x 6 x 6 with random noise, which every reading draws anew from the global generator."""
 
@@ -315,7 +321,7 @@ def train(
         ours = [tenuto.lightning.TenutoCheckpoint(where, **options)]
     extra = more.pop("callbacks", [])
     trainer = PACKAGE.Trainer(
-        accelerator="cpu",
+        accelerator=DEVICE,
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=history,
@@ -330,8 +336,10 @@ def train(
         for index, state in optimizer.state_dict()["state"].items():
             tensors |= {f"{number}/{index}/{name}": digest(one) for name, one in state.items()}
     tensors["torch"] = digest(torch.get_rng_state())
+    if DEVICE != "cpu":
+        tensors["device"] = digest(torch.cuda.get_rng_state())
     early = {
-        name: [repr(value) for value in (one.best_score, one.wait_count, one.stopped_epoch)]
+        name: [repr(value) for value in (one.best_score.item(), one.wait_count, one.stopped_epoch)]
         for name, one in ((type(one).__name__, one) for one in trainer.callbacks)
         if name == "EarlyStopping"
     }

@@ -86,9 +86,15 @@ def scene() -> tuple[list[np.ndarray[Any, Any]], torch.Tensor]:
     return [np.zeros(64, np.uint8)], torch.arange(16, dtype=torch.float32)
 
 
+def copies_of(views: list[np.ndarray[Any, Any]], late: Any, watched: Any = ()) -> device.DeviceCopies:
+    targets = [torch.from_numpy(view).view(torch.float32) for view in views]
+    return device.DeviceCopies(DEVICE, views, late, watched, targets=targets)
+
+
 def test_copies_wait_for_the_work_before_them_on_a_stream_of_their_own(driver: Driver) -> None:
     views, held = scene()
-    copies = device.DeviceCopies(DEVICE, views, [(held, 0, 0, 32), (held, 0, 32, 64)], ())
+    with mock.patch.object(device, "DEVICE_STEP", 32):
+        copies = copies_of(views, [(held, 0, 0, 32), (held, 0, 32, 64)])
     assert driver.log == [
         ("record", 1, "current"),
         ("waits", "side", 1),
@@ -106,9 +112,23 @@ def test_copies_wait_for_the_work_before_them_on_a_stream_of_their_own(driver: D
     assert driver.log == [("host waits", 3)], "the thread that follows the copies waits for one part"
 
 
+def test_short_parts_are_awaited_together(driver: Driver) -> None:
+    views, held = [np.zeros(64, np.uint8), np.zeros(64, np.uint8)], scene()[1]
+    other = held + 1
+    copies = copies_of(views, [(held, 0, 0, 32), (held, 0, 32, 64), (other, 1, 0, 64)])
+    assert [entry for entry in driver.log if entry[0] == "record"] == [
+        ("record", 1, "current"), ("record", 2, "side"), ("record", 3, "side"),
+    ]  # fmt: skip
+    assert [view.view(np.float32).tolist() for view in views] == [held.tolist(), other.tolist()]
+    driver.log.clear()
+    for number in range(3):
+        copies.copy(number)
+    assert driver.log == [("host waits", 2)] * 3
+
+
 def test_an_update_is_ordered_behind_the_copies_and_the_host_does_not_wait(driver: Driver) -> None:
     views, held = scene()
-    copies = device.DeviceCopies(DEVICE, views, [(held, 0, 0, 64)], ())
+    copies = copies_of(views, [(held, 0, 0, 64)])
     driver.log.clear()
     assert copies.order() is True
     assert driver.log == [("waits", "current", 3)]
@@ -118,7 +138,7 @@ def test_watched_parts_are_compared_behind_the_copies_and_before_the_update(driv
     views, held = scene()
     views[0][:32] = held.numpy().view(np.uint8)[:32]
     views[0][8] ^= 1
-    copies = device.DeviceCopies(DEVICE, views, [(held, 0, 32, 64)], [(held, 0, 0, 16), (held, 0, 16, 32)])
+    copies = copies_of(views, [(held, 0, 32, 64)], [(held, 0, 0, 16), (held, 0, 16, 32)])
     last = max(entry[1] for entry in driver.log if entry[0] == "record")
     assert list(copies.unchanged()) == [False, True]
     driver.log.clear()
