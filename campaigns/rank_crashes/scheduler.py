@@ -24,6 +24,11 @@ _CHANGE: Final = 0.03
 _KEEP: Final = 0.92
 
 
+class Stuck(RuntimeError):
+    """Threads of a recording wait for each other. It is a fault of the campaign, says nothing about the program, and is
+    never taken for a bug that was caught."""
+
+
 @dataclass
 class Background(Generic[R]):
     """Something that a rank has done in another thread of its own."""
@@ -54,9 +59,11 @@ class Scheduler:
         """In whose name each thread beside acts."""
         self._beside: list[threading.Thread] = []
         self.raised: dict[int, BaseException] = {}
+        self._stuck: Stuck | None = None
 
     def run(self, works: Mapping[int, Callable[[], None]]) -> None:
-        """Returns when all have ended; what they raised is in `raised`. Being killed is no error."""
+        """Returns when all have ended; what they raised is in `raised`. Being killed is no error. Raises Stuck,
+        whatever the program has made of it."""
         threads = [
             threading.Thread(target=self._live, args=(actor, work), name=f"rank-{actor}", daemon=True)
             for actor, work in works.items()
@@ -67,10 +74,13 @@ class Scheduler:
                 thread.start()
             self._pass_on()
         for thread in threads:
-            thread.join(HANGS_S)
-            assert not thread.is_alive(), f"{thread.name} waits for something that is no turn"
+            thread.join(HANGS_S + 10)  # longer than a turn is waited for
+            if thread.is_alive():
+                raise Stuck(f"{thread.name} waits for something that is no turn")
         for thread in self._beside:
             thread.join(HANGS_S)
+        if self._stuck is not None:
+            raise self._stuck
 
     def in_background(self, work: Callable[[], R]) -> Background[R]:
         """Has it done in the name of whoever has the turn, who goes on meanwhile. Turns are passed among them all."""
@@ -155,7 +165,9 @@ class Scheduler:
                 self._pass_on()
 
     def _await(self, actor: int) -> None:
-        assert self._changed.wait_for(lambda: self._acting == actor, HANGS_S), "nobody gives up the turn"
+        if not self._changed.wait_for(lambda: self._acting == actor, HANGS_S):
+            self._stuck = Stuck(f"nobody gives up the turn that {actor} waits for")
+            raise self._stuck
         self._acts(self._whose.get(actor, actor))
 
     def _pass_on(self) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from campaigns.crash_states import BugResult, Result
+from campaigns.rank_crashes import campaign, scheduler
 from campaigns.rank_crashes.bugs import BUGS, SOUGHT
 from campaigns.rank_crashes.campaign import PARTS, Unit, hunt, run_unit, units
 from campaigns.rank_crashes.nodes import NodePersistence
 from campaigns.rank_crashes.scenarios import SCENARIOS, End
-from campaigns.rank_crashes.scheduler import KINDS
+from campaigns.rank_crashes.scheduler import KINDS, Scheduler, Stuck
 from campaigns.rank_crashes.shares import by_bug, split_by_agreement
 from support.thinning import crossed, thinned
 from tenuto.testing.recorder import Call
@@ -160,6 +162,33 @@ def test_the_result_has_a_line_for_each_scenario_with_the_bugs_that_were_looked_
     assert list(told) == names and {line["states"] for line in told.values()} == {1}
     assert all(line["bugs_seeded"] == line["bugs_caught"] > 0 for line in told.values()), told
     assert {found.name for found in by_bug(hunts)} == {bug.name for bug in BUGS}
+
+
+def test_threads_of_the_campaign_that_wait_for_each_other_catch_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "HANGS_S", 0.2)
+    held, bug = threading.Lock(), next(bug for bug in BUGS if bug.name == QUICK[0])
+
+    def recorded(*asked: object, **more: object) -> None:
+        turns = Scheduler(1, "even", lambda actor: None)
+
+        def work() -> None:
+            with held:  # no lock that takes turns
+                turns.point(0)
+
+        def program() -> None:
+            try:
+                with held:
+                    turns.point(1)
+            except Exception as error:
+                raise AssertionError("the program fails") from error
+
+        turns.run({0: work, 1: program})
+        raise AssertionError("the program fails")
+
+    stuck = type("Stuck", (), {"record": staticmethod(recorded)})
+    monkeypatch.setitem(campaign.SCENARIOS, bug.scenarios[0], stuck)
+    with pytest.raises(Stuck):
+        hunt(bug, SEED)
 
 
 def test_a_bug_is_caught_where_one_scenario_shows_it() -> None:
