@@ -75,6 +75,7 @@ def rows() -> list[Row]:
         *_space(),
         *_codecs(),
         *_object_store(),
+        *_starting(),
         *(row for size in TRAINER_SIZES for row in _trainers(f"trainers{size}")),
         *(row for size in CONVERTED_SIZES for row in _conversions(f"convert{size}")),
     ]
@@ -438,6 +439,15 @@ def _trainers(id: str) -> list[Row]:
         for name in own
     ]
     return stalls + steps
+
+
+def _starting() -> list[Row]:
+    loads, plain = (("torch.load of a small state", "torch and `torch.load`"),), ("import numpy", "numpy alone")
+    return [
+        Row("p23_starting", "a process that imports a `Checkpointer`", "tenuto.Checkpointer", (), plain),
+        Row("p23_starting", "a process that loads a small state", "tenuto.load of a small state", loads, plain),
+        Row("p23_starting", "`tenuto --version`", "tenuto --version", (), plain),
+    ]
 
 
 def _conversions(id: str) -> list[Row]:
