@@ -109,6 +109,7 @@ bench: setup
 	$(BIN)/python benchmarks/p19_upkeep.py --gib 1 --rounds 5
 	$(BIN)/python benchmarks/p20_history.py
 	$(BIN)/python benchmarks/catalog.py
+	$(BIN)/python benchmarks/p23_starting.py
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/plot.py
 

@@ -149,7 +149,7 @@ def whole(where: Path) -> None:
     chunk_bytes = Repo.open(open_store(where)).chunk_bytes
     for found in images():
         with Path(found.slot.root, f"tenuto-{os.geteuid()}", found.name).open("rb") as file:
-            image = open_image(file.fileno(), found.name, chunk_bytes=chunk_bytes)
+            image = open_image(file.fileno(), found.name, chunk_bytes=chunk_bytes, keys=None)
             assert image is not None
             check_image(image, image.repo.index(image.manifest(), 0))
             image.close()
@@ -364,7 +364,7 @@ def test_a_forked_child_never_unmaps_what_lies_at_an_images_address_by_then(wher
     assert live(where, kill=7).killed
     found = next(one for one in images() if one.footer is not None)
     with Path(root, f"tenuto-{os.geteuid()}", found.name).open("rb") as file:
-        opened = [open_image(file.fileno(), found.name, chunk_bytes=4 << 20)]
+        opened = [open_image(file.fileno(), found.name, chunk_bytes=4 << 20, keys=None)]
         length = os.fstat(file.fileno()).st_size
     assert opened[0] is not None and opened[0]._mapping is not None
     address = np.frombuffer(opened[0]._mapping, np.uint8).ctypes.data

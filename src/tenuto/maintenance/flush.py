@@ -306,7 +306,7 @@ def _open_slot(found: FoundImage) -> Iterator[LastingSlot]:
 
 def _open(repo: Repo, slot: LastingSlot, footer: Seal) -> Image:
     with slot.descriptor() as descriptor:
-        image = open_image(descriptor, slot.name, chunk_bytes=repo.chunk_bytes)
+        image = open_image(descriptor, slot.name, chunk_bytes=repo.chunk_bytes, keys=repo.keys)
     if image is None or image.footer != footer:
         raise CorruptionError(f"{slot.name} has changed", subject=slot.name, hint="tenuto ls --memory")
     return image

@@ -154,7 +154,8 @@ class Sources:
                     slot = slot_file.take_slot(found.slot)
                     self._stack.callback(slot.leave)
                     with slot.descriptor() as descriptor:
-                        image = open_image(descriptor, slot.name, chunk_bytes=self.repo.chunk_bytes)
+                        size, keys = self.repo.chunk_bytes, self.repo.keys
+                        image = open_image(descriptor, slot.name, chunk_bytes=size, keys=keys)
                     if image is not None:
                         self._stack.callback(image.close)
                         self._images.append(Image(image.repo, image.footer))

@@ -13,6 +13,7 @@ import pytest
 
 import tenuto
 from support.broken_places import damage
+from support.filled_tiers import until_filled
 from support.rank_threads import together
 from tenuto import Mirror, PerNode, Tier, Tiers, every, keep
 from tenuto.cli import main
@@ -40,13 +41,17 @@ def state_of(step: int) -> dict[str, Any]:
     }
 
 
-def train(where: Any, steps: int = STEPS, **settings: Any) -> None:
+def train(where: Any, steps: int = STEPS, *, brought: int = 0, **settings: Any) -> None:
+    """Trains to a step. Waits, once step `brought` is done, until all tiers have it: until then none lets it go."""
     state = state_of(0)
     given = {"save": every(steps=1), "keep": keep.latest(2), "encoding": "dedupe", "on_error": "raise", **settings}
     with tenuto.Checkpointer(where, state, **given) as ckpt:
         for step in ckpt.steps(steps):
             for name, value in state_of(step + 1).items():
                 state[name][:] = value
+            if step and step == brought:
+                ckpt.wait()
+                until_filled(where, step)
 
 
 def restored(where: Any, step: int, **settings: Any) -> None:
@@ -89,7 +94,7 @@ def test_training_resumes_from_the_second_tier_when_the_first_is_lost(
 ) -> None:
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     tiers = Tiers(Tier(fast, keep=keep.latest(2)), Tier(slow, save=every(steps=4) | tenuto.on.end(), keep=keep.all()))
-    train(tiers, encoding=encoding)
+    train(tiers, brought=4, encoding=encoding)
     assert assert_alone(alone(fast)) == [8, 9]
     assert assert_alone(alone(slow))[-1] == 9
     assert_whole(Repo.open(open_store(slow)))

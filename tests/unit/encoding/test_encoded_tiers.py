@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import tenuto
 from support.broken_places import damage
+from support.filled_tiers import until_filled
 from support.moto import moto, s3  # noqa: F401 - fixtures
 from support.rank_threads import together
 from support.said import said
@@ -65,16 +66,7 @@ def train(where: Any, steps: int = STEPS, *, each: bool = True, **given: Any) ->
                 state[name][...] = value
             if each and step:
                 ckpt.wait()
-                _until_filled(where, step)
-
-
-def _until_filled(where: Any, step: int) -> None:
-    import time
-
-    deadline = time.monotonic() + 60
-    while any(one.newest is None or one.newest.step < step for one in where.lag()) or not where.lag():
-        assert time.monotonic() < deadline, where.lag()
-        time.sleep(0.01)
+                until_filled(where, step)
 
 
 def restored(where: Any, step: int | str = "latest", **given: Any) -> int:

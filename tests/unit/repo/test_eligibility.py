@@ -39,6 +39,7 @@ def sealed(repo, attempt, step, *, id=None, save_id="ef" * 16):
         index=SealedObject(100, b"i" * 16),
         manifest=SealedObject(200, b"m" * 16),
         saved_s=12.5,
+        content=[],
     )
 
 

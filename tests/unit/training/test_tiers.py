@@ -20,6 +20,7 @@ import pytest
 
 import tenuto
 from support.broken_places import damage
+from support.filled_tiers import until_filled
 from support.rank_threads import together
 from support.said import lines_said, said
 from tenuto import Tier, Tiers, every, keep, on
@@ -104,8 +105,7 @@ def training(place: Any, steps: int, *, brought: int = 0, **more: Any) -> Iterat
             state["w"] += 1
             if step and step == brought:
                 ckpt.wait()
-                for fill in ckpt._training.saving.tiers.followers:
-                    assert fill.rounds.join(60)
+                until_filled(place, step)
         ckpt.wait()
         yield ckpt
     assert (state["w"] == steps).all()

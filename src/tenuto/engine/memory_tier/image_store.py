@@ -11,8 +11,9 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -31,6 +32,9 @@ from tenuto.repo.format.safetensors import ALIGNMENT
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Buffer
 from tenuto.store.contract import Capabilities, Content, Entry, Listing, Stat
+
+if TYPE_CHECKING:
+    from tenuto.seal.keys import RepositoryKeys
 
 _LOCAL: Final = "shared memory"
 
@@ -57,9 +61,21 @@ class Image:
             self._mapping.close()
 
 
-def open_image(descriptor: int, name: str, *, chunk_bytes: int, mapped: memoryview | None = None) -> Image | None:
-    """Returns the image in the file of the slot called `name`; None where it is not sealed. `mapped`: the file's bytes,
-    where they are mapped already. CorruptionError where its bytes are not those that its seal describes."""
+def open_image(
+    descriptor: int,
+    name: str,
+    *,
+    chunk_bytes: int,
+    keys: RepositoryKeys | None,
+    mapped: memoryview | None = None,
+) -> Image | None:
+    """Returns the image in the file of the slot called `name`; None where it is not sealed.
+
+    keys: of its repository: whoever has none cannot have made the image, or changed it.
+    mapped: the file's bytes, where they are mapped already.
+
+    CorruptionError where its bytes are not those that its seal describes; Tampered where the code of the keys says so.
+    """
     found = newest(read_seals(descriptor), name)
     if found is None:
         return None
@@ -68,9 +84,11 @@ def open_image(descriptor: int, name: str, *, chunk_bytes: int, mapped: memoryvi
     if footer.image % ALIGNMENT or footer.length + ROOM > status.st_size or status.st_blocks * 512 < status.st_size:
         raise CorruptionError(f"{name}: its seal describes more than the file has", subject=name)
     if mapped is not None and len(mapped) == status.st_size:
+        _authenticate(mapped, footer, name, keys)
         return Image(_read(_parts(mapped, footer, name), footer, name, chunk_bytes), footer, number, None)
     mapping = _mapped(descriptor, status.st_size)
     try:
+        _authenticate(memoryview(mapping).toreadonly(), footer, name, keys)
         parts = _parts(memoryview(mapping).toreadonly(), footer, name)
     except BaseException:
         # The error that is being raised may refer to views: then the mapping goes with the last of them.
@@ -78,6 +96,16 @@ def open_image(descriptor: int, name: str, *, chunk_bytes: int, mapped: memoryvi
             mapping.close()
         raise
     return Image(_read(parts, footer, name, chunk_bytes), footer, number, mapping)
+
+
+def _authenticate(data: memoryview, footer: Seal, name: str, keys: RepositoryKeys | None) -> None:
+    if keys is None:
+        return
+    from tenuto.seal.content_code import check_content
+
+    ends = [footer.image, footer.image + footer.index.length, footer.length]
+    parts = [data[begin:end] for begin, end in pairwise([0, *ends])]
+    check_content(keys, footer.identity, parts, footer.code, name)
 
 
 def _read(parts: Mapping[str, memoryview], footer: Seal, name: str, chunk_bytes: int) -> Repo:

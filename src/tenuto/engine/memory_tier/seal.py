@@ -12,6 +12,7 @@ from typing import Final
 from tenuto.concurrency.process import this_process
 from tenuto.engine.staging.slots import MAX_PAYLOAD
 from tenuto.errors import CorruptionError, FormatTooNew
+from tenuto.model import canonical_json
 from tenuto.model.canonical_json import MAX_INTEGER
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json
@@ -70,6 +71,8 @@ class Seal:
     ranks: int = 1
     keyed: str = ""
     """Where its repository has keys, the code of its save id by them: what is written of it is sealed, and by them."""
+    code: str = ""
+    """And that of all bytes that are sealed, as `sign_content` makes it."""
 
     @property
     def length(self) -> int:
@@ -80,6 +83,13 @@ class Seal:
     def age_s(self) -> float:
         """Seconds since it was sealed, within the boot that sealed it."""
         return max(time.monotonic_ns() // 1000 - self.sealed_us, 0) / 1e6
+
+    @property
+    def identity(self) -> bytes:
+        """What `code` binds the bytes to."""
+        parts: list[Json] = [_part_json(self.index), _part_json(self.manifest)]
+        told: list[Json] = ["tenuto image 1", self.repository, self.save_id, self.rank, self.ranks, self.image]
+        return canonical_json.dumps([*told, checkpoint_json(self.id), *parts])
 
     def held_by(self, holder: SealHolder) -> Seal:
         """Returns the seal of the same image as `holder`'s."""
@@ -98,10 +108,11 @@ def new_seal(
     index: SealedObject,
     manifest: SealedObject,
     saved_s: float,
+    content: Sequence[bytes | memoryview],
     ranks: int = 1,
 ) -> Seal:
-    """Returns a seal of now, by this process."""
-    return Seal(
+    """Returns a seal of now, by this process. content: image, index and manifest."""
+    seal = Seal(
         repository=repo.id,
         id=id,
         save_id=save_id,
@@ -120,6 +131,11 @@ def new_seal(
         ranks=ranks,
         keyed="" if repo.keys is None else repo.keys.sign_object(save_id.encode()),
     )
+    if repo.keys is None:
+        return seal
+    from tenuto.seal.content_code import sign_content
+
+    return replace(seal, code=sign_content(repo.keys, seal.identity, content))
 
 
 def encode_seal(footer: Seal, name: str) -> bytes:
@@ -141,6 +157,7 @@ def encode_seal(footer: Seal, name: str) -> bytes:
         "where": footer.where,
         **({} if footer.ranks == 1 else {"ranks": footer.ranks}),
         **({"keyed": footer.keyed} if footer.keyed else {}),
+        **({"code": footer.code} if footer.code else {}),
     }
     data = objects.encode(KIND, name, body, footer.repository)
     assert len(data) <= MAX_PAYLOAD
@@ -173,6 +190,7 @@ def decode_seal(data: bytes, name: str) -> Seal:
         where=found.text("where"),
         ranks=ranks,
         keyed=found.text("keyed", limit=100) if "keyed" in found.values else "",
+        code=found.text("code", limit=120) if "code" in found.values else "",
     )
 
 

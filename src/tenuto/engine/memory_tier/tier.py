@@ -232,7 +232,8 @@ class MemoryTier:
         """Returns the image of a candidate. CorruptionError where it is not what was sealed."""
         file = candidate.slot.file
         with file.descriptor() as descriptor:
-            image = open_image(descriptor, file.name, chunk_bytes=self._repo.chunk_bytes, mapped=file.map_whole())
+            mapped, size = file.map_whole(), self._repo.chunk_bytes
+            image = open_image(descriptor, file.name, chunk_bytes=size, keys=self._repo.keys, mapped=mapped)
         if image is None or image.footer != candidate.footer:
             raise CorruptionError(f"{file.name} has changed", subject=file.name)
         return image
@@ -372,6 +373,7 @@ class MemoryTier:
                 index=SealedObject(len(index), digest(index)),
                 manifest=SealedObject(len(manifest), digest(manifest)),
                 saved_s=self.saved_s,
+                content=[slot.file.arena.buffer.data, index, manifest],
             )
             slot.file.seal(encode_seal(footer, slot.file.name))
         except Exception as error:  # noqa: BLE001 - a save to the store goes on without it

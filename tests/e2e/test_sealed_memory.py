@@ -1,0 +1,168 @@
+"""Images in memory of a sealed repository: who has no key can read them, and neither change one nor make one.
+
+Digests that are no secret do not show that: here somebody changes a weight, and makes every digest anew.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tenuto
+from support.memory_training import Life, live, shared_memory, untouched
+from tenuto import every, on
+from tenuto.cli import main
+from tenuto.codec.digest import digest
+from tenuto.engine.memory_tier.image_store import open_image
+from tenuto.engine.memory_tier.listing import images
+from tenuto.engine.memory_tier.seal import Seal, SealedObject, encode_seal
+from tenuto.engine.staging import slots
+from tenuto.repo.format.index import encode_index
+from tenuto.repo.format.manifest import encode_manifest
+from tenuto.repo.repository import Repo
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
+EXPECTED = untouched()
+CHUNK = 256 << 10
+REFUSED = "not what a holder of the repository's key has put there"
+SAVES: dict[str, Any] = {"save": every(steps=10) | on.end()}
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with shared_memory() as found:
+        yield found
+
+
+@pytest.fixture
+def where(tmp_path: Path, root: Path) -> Path:
+    """A sealed repository."""
+    tenuto.save({"x": np.zeros(1)}, tmp_path / "ckpts", run="other")
+    command("key", "add", tmp_path / "ckpts", "--key-file", tmp_path / "key")
+    return tmp_path / "ckpts"
+
+
+def command(*words: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(word) for word in words])
+    return int(caught.value.code or 0)
+
+
+def trained(where: Path, **more: Any) -> Life:
+    key = where.parent / "key"
+    return live(where, **SAVES, **({"key": key} if key.exists() else {}), **more)
+
+
+Change = Callable[[Repo, bytearray, Seal], Seal]
+
+
+def rewritten(root: Path, change: Change) -> int:
+    """Changes each image and its seal, as whoever may write to this memory can. Returns how many there were."""
+    done = 0
+    for found in list(images()):
+        with Path(root, f"tenuto-{os.geteuid()}", found.name).open("r+b") as file:
+            image = open_image(file.fileno(), found.name, chunk_bytes=CHUNK, keys=None)
+            if image is None:
+                continue
+            seal, data = image.footer, bytearray(os.pread(file.fileno(), image.footer.length, 0))
+            changed = change(image.repo, data, seal)
+            image.close()
+            os.pwrite(file.fileno(), data, 0)
+            slots.write_seal(file.fileno(), image.number, encode_seal(changed, found.name))
+            done += 1
+    return done
+
+
+def another_weight(repo: Repo, data: bytearray, seal: Seal) -> Seal:
+    """The first weight is 1000, and every digest is right."""
+    manifest = repo.manifest(seal.id)
+    index = repo.index(manifest, seal.rank)
+    leaf = [spec.path for spec in index.specs].index("model/w")
+    begin = int(index.offset[leaf])
+    assert seal.index.length and len(index.packs) == 1
+    data[begin : begin + 4] = np.float32(1000).tobytes()
+    digests = index.digests.copy()
+    chunk = bytes(data[begin : begin + int(index.length[leaf])])
+    assert len(chunk) < CHUNK
+    digests[int(index.chunk_start[leaf])] = np.frombuffer(digest(chunk), np.uint8)
+    rows = encode_index(replace(index, digests=digests), seal.id, seal.repository)
+    told = replace(manifest.indexes[0], digest=digest(rows))
+    described = encode_manifest(replace(manifest, indexes=(told,)), seal.repository)
+    assert (len(rows), len(described)) == (seal.index.length, seal.manifest.length)
+    data[seal.image :] = rows + described
+    return replace(
+        seal,
+        index=SealedObject(len(rows), digest(rows)),
+        manifest=SealedObject(len(described), digest(described)),
+    )
+
+
+def without_code(repo: Repo, data: bytearray, seal: Seal) -> Seal:
+    return replace(another_weight(repo, data, seal), code="", keyed="")
+
+
+def a_code_of_another_image(repo: Repo, data: bytearray, seal: Seal) -> Seal:
+    digits = seal.code.partition(":")[2]
+    return replace(seal, code=f"1:{digits[:-1]}{'0' if digits[-1] != '0' else '1'}")
+
+
+def not_hexadecimal(repo: Repo, data: bytearray, seal: Seal) -> Seal:
+    return replace(seal, code="1:zz")
+
+
+CHANGES: list[Change] = [another_weight, without_code, a_code_of_another_image, not_hexadecimal]
+
+
+def first_weight(where: Path, step: int, **more: Any) -> float:
+    return float(tenuto.load(where, step=step, **more).state["model"]["w"][0])
+
+
+def test_it_is_resumed_from_bit_for_bit(where: Path) -> None:
+    first = trained(where, kill=27)
+    second = trained(where)
+    assert first.killed and second.status == 0 and second.source.startswith("from memory") and second.began == 27
+    assert {step: one for step, one in (first.digests | second.digests).items() if one != EXPECTED[step]} == {}
+
+
+def test_a_key_that_was_rotated_since_opens_it(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trained(where, kill=27).killed
+    monkeypatch.setenv("TENUTO_KEY_FILE", str(where.parent / "key"))
+    assert command("key", "rotate", where, "--yes") == 0
+    assert trained(where).began == 27
+
+
+def test_without_keys_such_a_change_is_not_seen(tmp_path: Path, root: Path) -> None:
+    """Or the tests below would show nothing."""
+    where = tmp_path / "ckpts"
+    assert trained(where, kill=27).killed and rewritten(root, another_weight)
+    second = trained(where, steps=28)
+    assert (second.status, second.began) == (0, 27) and second.source.startswith("from memory")
+    assert abs(first_weight(where, 28) - 1000) < 10
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda one: one.__name__)
+def test_what_was_changed_without_the_key_is_passed_over(where: Path, root: Path, change: Change) -> None:
+    first = trained(where, kill=27)
+    assert first.killed and rewritten(root, change)
+    second = trained(where)
+    assert (second.status, second.began) == (0, 20) and "memory" not in second.source
+    assert [one for one in second.told("CandidateSkipped") if REFUSED in one]
+    assert {step: one for step, one in second.digests.items() if one != EXPECTED[step]} == {}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda one: one.__name__)
+def test_it_is_not_flushed_either(
+    where: Path, root: Path, change: Change, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained(where, kill=27).killed and rewritten(root, change)
+    monkeypatch.setenv("TENUTO_KEY_FILE", str(where.parent / "key"))
+    assert command("flush", where) != 0
+    assert REFUSED in capsys.readouterr().err
+    assert tenuto.load(where).checkpoint.step == 20
