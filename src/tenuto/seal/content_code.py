@@ -1,19 +1,22 @@
 """A code for large content that stays readable: an image in memory, which the training that resumes from it maps as it
-is. Who has no key of the repository can neither make one nor change a bit that it is made of."""
+is. Who has no key of the repository can neither make one nor change a bit of what it was made of."""
 
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Final
 
-from tenuto.seal.cipher import KEY, Buffer, aes_gcm, derive, split_number, tampered
+from tenuto.concurrency.worker_threads import LoopThreads, parallel_for
+from tenuto.errors import KeyMissing, Tampered
+from tenuto.seal.cipher import KEY, Buffer, derive, split_number, tampered
 from tenuto.seal.keys import RepositoryKeys
 
-PIECE: Final = 1 << 20
-"""Bytes that one call of the cipher takes: it does not give the interpreter away, and training waits no longer."""
+PIECE: Final = 8 << 20
 _SALT: Final = 16
+_DIGITS: Final = re.compile(r"[0-9a-f]{96}")
 
 
 def sign_content(keys: RepositoryKeys, identity: bytes, parts: Sequence[Buffer]) -> str:
@@ -22,34 +25,40 @@ def sign_content(keys: RepositoryKeys, identity: bytes, parts: Sequence[Buffer])
     identity: what they are, so that the same bytes are refused as anything else.
     """
     salt = secrets.token_bytes(_SALT)
-    return f"{keys.number}:{salt.hex()}{_code(keys.newest, salt, identity, parts).hex()}"
+    return f"{keys.number}:{salt.hex()}{_code(keys.newest, salt, identity, parts, threads=1).hex()}"
 
 
 def check_content(keys: RepositoryKeys, identity: bytes, parts: Sequence[Buffer], code: str, name: str) -> None:
-    """Raises Tampered unless `code` is that of these bytes; KeyMissing as `RepositoryKeys.key`."""
+    """Raises Tampered unless `code` is that of these bytes, by a key that is still there."""
     if not code:
-        raise tampered(name)
+        raise Tampered(
+            f"{name} has no code by a key of its repository: it was made before there was one, or by who has none",
+            subject=name,
+            object=name,
+        )
     number, digits = split_number(code, name)
+    if not _DIGITS.fullmatch(digits):
+        raise tampered(name)
     try:
-        found = bytes.fromhex(digits)
-    except ValueError:
-        raise tampered(name) from None
-    salt, code_found = found[:_SALT], found[_SALT:]
-    if not hmac.compare_digest(_code(keys.key(number, name), salt, identity, parts), code_found):
+        key = keys.key(number, name)
+    except KeyMissing as error:
+        raise Tampered(error.message, subject=name, object=name) from None
+    found = bytes.fromhex(digits)
+    expected = _code(key, found[:_SALT], identity, parts, threads=LoopThreads.of(1).copy)
+    if not hmac.compare_digest(expected, found[_SALT:]):
         raise tampered(name)
 
 
-def _code(key: bytes, salt: bytes, identity: bytes, parts: Sequence[Buffer]) -> bytes:
-    """GMAC of each piece under a key of this code alone, its place as the nonce; HMAC-SHA256 over what they are."""
+def _code(key: bytes, salt: bytes, identity: bytes, parts: Sequence[Buffer], *, threads: int) -> bytes:
+    """HMAC-SHA256 of each piece, which goes without the interpreter, and again of these codes and of what they are."""
     fresh = derive(key, "content", salt=salt, length=2 * KEY)
-    gmac, code = aes_gcm(fresh[:KEY]), hmac.new(fresh[KEY:], digestmod="sha256")
-    place = 0
+    pieces = [memoryview(part)[at : at + PIECE] for part in parts for at in range(0, len(part), PIECE)]
+    found = [b""] * len(pieces)
+
+    def work(number: int) -> None:
+        found[number] = hmac.digest(fresh[:KEY], pieces[number], "sha256")
+
+    parallel_for(work, list(range(len(pieces))), threads)
     lengths = [len(part) for part in parts]
-    for part in parts:
-        view = memoryview(part)
-        for begin in range(0, len(view), PIECE):
-            code.update(gmac.encrypt(place.to_bytes(12, "big"), b"", view[begin : begin + PIECE]))
-            place += 1
-    code.update(b"".join(length.to_bytes(8, "big") for length in (*lengths, len(lengths))))
-    code.update(identity)
-    return code.digest()
+    told = b"".join(length.to_bytes(8, "big") for length in (*lengths, len(lengths)))
+    return hmac.digest(fresh[KEY:], b"".join(found) + told + identity, "sha256")

@@ -16,6 +16,7 @@ from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read import chunk_reader as reading
 from tenuto.engine.read.leaf_reader import Staged, read_leaves
 from tenuto.engine.read.packs import open_pack
+from tenuto.engine.read.read_segments import ContiguousReads
 from tenuto.errors import CorruptionError
 from tenuto.model.records import Index, Manifest
 from tenuto.repo.lineage import resolve
@@ -210,3 +211,23 @@ def test_tensors_of_every_arrangement_get_their_values() -> None:
     tenuto.load(store, target)
     for number, one in enumerate(made):
         assert target[f"w{number}"] is held[f"w{number}"] and torch.equal(held[f"w{number}"], one), number
+
+
+def test_runs_are_cut_into_pieces_where_their_sinks_take_parts() -> None:
+    """As ranks of a node share them: one run longer than a window would be read by each for itself."""
+    content = np.random.default_rng(1).integers(0, 256, 100, np.uint8)
+    filled, array, whole = FilledInParts(100), np.zeros(100, np.uint8), Filled()
+    column = np.arange(3)
+    runs = ContiguousReads(column * 0, column, column * 0, column * 0 + 100, [filled, ArraySink(array), whole])
+    pieces = runs.split(30)
+    assert pieces.row.tolist() == [0] * 4 + [1] * 4 + [2]
+    for line, sink in enumerate(pieces.sinks):
+        piece = content[int(pieces.first[line]) : int(pieces.stop[line])]
+        if sink.buffer is not None:
+            sink.buffer[:] = piece
+        elif sink.fill_part is not None:
+            sink.fill_part(0, piece[:7])
+            sink.fill_part(7, piece[7:])
+        else:
+            sink.fill(piece)
+    assert filled.data == array.tobytes() == whole.data == content.tobytes()

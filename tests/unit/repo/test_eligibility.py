@@ -157,7 +157,7 @@ def test_a_footer_is_read_as_it_was_written_and_under_its_own_name_alone(repo, m
     assert decode_seal(data, NAME) == footer
     with pytest.raises(CorruptionError, match="copy"):
         decode_seal(data, "ab/gpt/0-0")
-    again = footer.held_by(SealHolder(2, "11" * 16))
+    again = footer.held_by(SealHolder(2, "11" * 16), None)
     assert (again.sequence, again.id) == (4, footer.id)
     assert newest([(0, data), (1, encode_seal(again, NAME))], NAME) == (1, again)
     assert newest([(0, data), (1, data[:-1])], NAME) == (0, footer)

@@ -106,6 +106,7 @@ def _authenticate(data: memoryview, footer: Seal, name: str, keys: RepositoryKey
     ends = [footer.image, footer.image + footer.index.length, footer.length]
     parts = [data[begin:end] for begin, end in pairwise([0, *ends])]
     check_content(keys, footer.identity, parts, footer.code, name)
+    footer.check(keys, name)
 
 
 def _read(parts: Mapping[str, memoryview], footer: Seal, name: str, chunk_bytes: int) -> Repo:

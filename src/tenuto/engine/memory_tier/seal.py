@@ -7,11 +7,11 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from tenuto.concurrency.process import this_process
 from tenuto.engine.staging.slots import MAX_PAYLOAD
-from tenuto.errors import CorruptionError, FormatTooNew
+from tenuto.errors import CorruptionError, FormatTooNew, KeyMissing, Tampered
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import MAX_INTEGER
 from tenuto.model.ids import CheckpointId
@@ -21,7 +21,12 @@ from tenuto.repo.format import objects
 from tenuto.repo.format.objects import Fields, checkpoint_json
 from tenuto.repo.repository import Repo, now_text
 
+if TYPE_CHECKING:
+    from tenuto.seal.keys import RepositoryKeys
+
 KIND: Final = "memory"
+_MAX_SEQUENCE: Final = MAX_INTEGER >> 1
+"""Far more than there are steps, and others follow whatever a file says."""
 _MAX_WHERE: Final = 1500
 """Bytes that a place's name may take as JSON: what is longer is left out, for a block of the seal has 4096."""
 
@@ -73,6 +78,8 @@ class Seal:
     """Where its repository has keys, the code of its save id by them: what is written of it is sealed, and by them."""
     code: str = ""
     """And that of all bytes that are sealed, as `sign_content` makes it."""
+    signed: str = ""
+    """And that of all else that the seal says, whose it is now among it."""
 
     @property
     def length(self) -> int:
@@ -91,9 +98,22 @@ class Seal:
         told: list[Json] = ["tenuto image 1", self.repository, self.save_id, self.rank, self.ranks, self.image]
         return canonical_json.dumps([*told, checkpoint_json(self.id), *parts])
 
-    def held_by(self, holder: SealHolder) -> Seal:
-        """Returns the seal of the same image as `holder`'s."""
-        return replace(self, holder=holder, sequence=self.sequence + 1)
+    def held_by(self, holder: SealHolder, keys: RepositoryKeys | None) -> Seal:
+        """Returns the seal of the same image as `holder`'s. keys: those of its repository."""
+        return replace(self, holder=holder, sequence=self.sequence + 1)._signed_by(keys)
+
+    def check(self, keys: RepositoryKeys, name: str) -> None:
+        """Raises Tampered where a holder of the keys has not put this into the seal of the slot called `name`."""
+        try:
+            keys.check_object(self._said(), self.signed, name)
+        except KeyMissing as error:
+            raise Tampered(error.message, subject=name, object=name) from None
+
+    def _signed_by(self, keys: RepositoryKeys | None) -> Seal:
+        return self if keys is None else replace(self, signed=keys.sign_object(self._said()))
+
+    def _said(self) -> bytes:
+        return canonical_json.dumps({name: one for name, one in _body(self).items() if name != "signed"})
 
 
 def new_seal(
@@ -135,12 +155,18 @@ def new_seal(
         return seal
     from tenuto.seal.content_code import sign_content
 
-    return replace(seal, code=sign_content(repo.keys, seal.identity, content))
+    return replace(seal, code=sign_content(repo.keys, seal.identity, content))._signed_by(repo.keys)
 
 
 def encode_seal(footer: Seal, name: str) -> bytes:
     """Returns the payload of a seal of the slot called `name`."""
-    body: dict[str, Json] = {
+    data = objects.encode(KIND, name, _body(footer), footer.repository)
+    assert len(data) <= MAX_PAYLOAD
+    return data
+
+
+def _body(footer: Seal) -> dict[str, Json]:
+    return {
         "boot": footer.boot,
         "checkpoint": checkpoint_json(footer.id),
         "created": footer.created,
@@ -158,10 +184,8 @@ def encode_seal(footer: Seal, name: str) -> bytes:
         **({} if footer.ranks == 1 else {"ranks": footer.ranks}),
         **({"keyed": footer.keyed} if footer.keyed else {}),
         **({"code": footer.code} if footer.code else {}),
+        **({"signed": footer.signed} if footer.signed else {}),
     }
-    data = objects.encode(KIND, name, body, footer.repository)
-    assert len(data) <= MAX_PAYLOAD
-    return data
 
 
 def decode_seal(data: bytes, name: str) -> Seal:
@@ -178,7 +202,7 @@ def decode_seal(data: bytes, name: str) -> Seal:
         save_id=found.hex("save_id", 32),
         rank=found.whole("rank", maximum=ranks - 1),
         holder=SealHolder(holder.whole("attempt", minimum=1), holder.hex("claim", 32)),
-        sequence=found.whole("sequence", minimum=1),
+        sequence=found.whole("sequence", minimum=1, maximum=_MAX_SEQUENCE),
         image=found.whole("image", maximum=MAX_INTEGER),
         index=_part(found, "index"),
         manifest=_part(found, "manifest"),
@@ -191,6 +215,7 @@ def decode_seal(data: bytes, name: str) -> Seal:
         ranks=ranks,
         keyed=found.text("keyed", limit=100) if "keyed" in found.values else "",
         code=found.text("code", limit=120) if "code" in found.values else "",
+        signed=found.text("signed", limit=100) if "signed" in found.values else "",
     )
 
 

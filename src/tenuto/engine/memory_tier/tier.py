@@ -294,7 +294,7 @@ class MemoryTier:
                 if slot is not self._resumed:
                     slot.file.unseal()
                     continue
-                own = footer.held_by(self._holder)
+                own = footer.held_by(self._holder, self._repo.keys)
                 slot.file.seal(encode_seal(own, slot.file.name), beside=slot.number)
                 self._sequence = max(self._sequence, own.sequence)
                 pool.sealed(slot, own, 1 - slot.number)

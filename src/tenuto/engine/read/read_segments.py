@@ -42,13 +42,13 @@ class ContiguousReads:
         return ContiguousReads(self.saver[lines], self.row[lines], self.first[lines], self.stop[lines], chosen)
 
     def split(self, step: int) -> ContiguousReads:
-        """Returns the same runs in pieces that each lie within `step` bytes of their row; those to sinks without memory
-        of their own stay as they are."""
+        """Returns the same runs in pieces that each lie within `step` bytes of their row; those to sinks that are
+        filled as a whole stay as they are."""
         begin = self.first // step
         count = -(-self.stop // step) - begin
-        memory = {line: buffer for line in np.flatnonzero(count > 1).tolist()
-                  if (buffer := self.sinks[line].buffer) is not None}  # fmt: skip
-        divided = np.isin(np.arange(len(self)), list(memory))
+        parts = {line: part for line in np.flatnonzero(count > 1).tolist()
+                 if (part := _part_of(self.sinks[line])) is not None}  # fmt: skip
+        divided = np.isin(np.arange(len(self)), list(parts))
         line, at = cut(np.where(divided, count, 1), 1)
         low, whole = (begin[line] + at) * step, ~divided[line]
         first = np.where(whole, self.first[line], np.maximum(low, self.first[line]))
@@ -57,9 +57,18 @@ class ContiguousReads:
         for number, inside, length in zip(
             line.tolist(), (first - self.first[line]).tolist(), (stop - first).tolist(), strict=True
         ):
-            buffer = memory.get(number)
-            sinks.append(self.sinks[number] if buffer is None else MemorySink(buffer[inside : inside + length]))
+            part = parts.get(number)
+            sinks.append(self.sinks[number] if part is None else part(inside, length))
         return ContiguousReads(self.saver[line], self.row[line], first, stop, sinks)
+
+
+def _part_of(sink: Sink) -> Callable[[int, int], Sink] | None:
+    """Returns what makes sinks of so many bytes of this one, from a given one on; None where it has no parts."""
+    if (buffer := sink.buffer) is not None:
+        return lambda inside, length: MemorySink(buffer[inside : inside + length])
+    if (fill := sink.fill_part) is not None:
+        return lambda inside, length: SinkPart(fill, inside)
+    return None
 
 
 class BoxTarget:

@@ -24,7 +24,8 @@ from tenuto.state.update_barrier import LateCopies, LateLeaf, Probe
 
 HOST_STEP: Final = 4 << 20
 DEVICE_STEP: Final = 32 << 20
-"""Bytes per copy: bounds how long an urgent caller waits, and the device memory of a comparison."""
+"""Bytes per copy: bounds the device memory of a comparison, and with the short ones that are awaited together, to less
+than twice as much, how long an urgent caller waits."""
 
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -317,7 +318,8 @@ class TorchBound:
 
     def __init__(self, specs: Sequence[LeafSpec], views: Sequence[Buffer]) -> None:
         kinds = {name: TORCH_DTYPES[name] for name in {spec.dtype for spec in specs}}
-        self._targets = [over(view, kinds[spec.dtype], spec.shape) for spec, view in zip(specs, views, strict=True)]
+        with torch.inference_mode(False):  # whoever makes the plan may be in it, and who copies later not
+            self._targets = [over(view, kinds[spec.dtype], spec.shape) for spec, view in zip(specs, views, strict=True)]
         self._views = views
         self._opaque = not OPAQUE.isdisjoint(kinds.values())
         if self._opaque:
