@@ -105,14 +105,14 @@ class Seal:
     def check(self, keys: RepositoryKeys, name: str) -> None:
         """Raises Tampered where a holder of the keys has not put this into the seal of the slot called `name`."""
         try:
-            keys.check_object(self._said(), self.signed, name)
+            keys.check_object(self._statement(), self.signed, name)
         except KeyMissing as error:
             raise Tampered(error.message, subject=name, object=name) from None
 
     def _signed_by(self, keys: RepositoryKeys | None) -> Seal:
-        return self if keys is None else replace(self, signed=keys.sign_object(self._said()))
+        return self if keys is None else replace(self, signed=keys.sign_object(self._statement()))
 
-    def _said(self) -> bytes:
+    def _statement(self) -> bytes:
         return canonical_json.dumps({name: one for name, one in _body(self).items() if name != "signed"})
 
 
