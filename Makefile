@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/tenuto demo
 
-# One thread of torch's for each of many small processes. Four workers on two cores: much of the time a test waits for processes.
+# One thread of torch's for each of many small processes. Five workers on two cores: much of the time a test waits for processes.
 # A file is one worker's, which sets up its fixtures once; tests/conftest.py says which begin first.
 test test-long test-stores test-trainers test-pages: export OMP_NUM_THREADS = 1
 # The tests' directories lie in memory where 4 GiB of that are free: each save is flushed, and what a disk makes of that few
@@ -29,7 +29,7 @@ test test-long test-stores test-trainers test-pages: export OMP_NUM_THREADS = 1
 test: export PYTEST_DEBUG_TEMPROOT = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -ge 4194304 2>/dev/null && echo /dev/shm)
 
 test: setup
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder
 
 # What takes long and is looked at from another side by `make test` too.
 test-long: setup

@@ -25,7 +25,7 @@ SEED = 20
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_i1_i3_i4_hold_after_a_crash_at_any_call(name: str) -> None:
     long = ("take-over during a save", "retention", "successor of unfinished saves")
-    part = 36 if name in long else 9 if name == "first save" else 14
+    part = 50 if name in long else 9 if name == "first save" else 20
     result = run_unit(Unit(name, SEED, each=5, part=part), restart_one_in=25)
     assert result.violations == []
     assert result.states > 10

@@ -12,6 +12,7 @@ import pytest
 
 import tenuto
 from support.rank_threads import together
+from support.thinning import crossed
 from tenuto import Encoding, every, keep
 from tenuto.cli import main
 from tenuto.errors import NothingRestorable
@@ -100,8 +101,7 @@ def test_each_rank_rests_on_what_its_node_has(tmp_path: Path, encoding: Any) -> 
     assert nodes.packs("n0", 4, 2) < 0.75 * nodes.packs("n0", 1), "a resumed run rests on its parent"
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize(("encoding", "count"), crossed(ENCODINGS, [2, 3, 5]), ids=str)
 def test_other_ranks_are_handed_what_they_lack_of_every_base(tmp_path: Path, encoding: Any, count: int) -> None:
     """On other nodes than before: parts of the data files of this checkpoint, and of those that it rests on."""
     nodes = Nodes(tmp_path)

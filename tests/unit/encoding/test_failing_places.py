@@ -18,6 +18,7 @@ import tenuto
 from support.broken_places import over
 from support.changing_state import State, all_come_back, bits, noise
 from support.rank_threads import together
+from support.thinning import crossed
 from tenuto import Encoding
 from tenuto.engine.save import encoded_pack, encoder
 from tenuto.engine.save.encoder import EncodedPacks, StateEncoder
@@ -92,8 +93,7 @@ class Training:
             pass  # which step has failed is seen in the store
 
 
-@pytest.mark.parametrize("how", CALLS)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(("how", "file"), crossed([*CALLS], [*FILES]))
 def test_the_save_fails_or_goes_through_and_the_next_ones_are_right(tmp_path: Path, how: str, file: str) -> None:
     call, number, when = CALLS[how]
     training = Training(tmp_path, encoding="small")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.thinning import crossed
 from tenuto.errors import CheckpointNotFound, TenutoError
 from tenuto.maintenance import gc, remove, retention, undelete
 from tenuto.maintenance.verify import assert_whole
@@ -302,10 +303,9 @@ class Resting:
         gc.execute(repo, plan)
 
 
-@pytest.mark.parametrize("gap", [0, 7])
-@pytest.mark.parametrize("fork", [False, True])
-@pytest.mark.parametrize("actor", ["rm", "retain", "remove_again"])
-@pytest.mark.parametrize("through", [False, True])
+@pytest.mark.parametrize(
+    ("gap", "fork", "actor", "through"), crossed([0, 7], [False, True], ["rm", "retain", "remove_again"], [False, True])
+)
 def test_i6_i7_a_save_that_comes_to_rest_on_what_is_removed_loses_nothing(
     make_world, resting_save, through, actor, fork, gap
 ):
