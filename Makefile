@@ -28,7 +28,11 @@ test test-long test-stores test-trainers test-pages: export OMP_NUM_THREADS = 1
 # tests ask (they take theirs elsewhere), and `make test-long`.
 test: export PYTEST_DEBUG_TEMPROOT = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -ge 4194304 2>/dev/null && echo /dev/shm)
 
+# In a new clone the test modules are compiled first, by two processes: each worker would do all of that for itself.
 test: setup
+	@test -d tests/unit/__pycache__ || { \
+		$(BIN)/python -m pytest --collect-only tests/unit > /dev/null & \
+		$(BIN)/python -m pytest --collect-only tests --ignore tests/unit > /dev/null; wait; }
 	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder
 
 # What takes long and is looked at from another side by `make test` too.

@@ -3,6 +3,7 @@ very state that was saved; bounded memory, nothing run; and where there is one, 
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -229,6 +230,7 @@ LOOKS = {"load": loaded, "open": opened, "restore on 3": restored_on(3), "restor
 def refusals(repo: Repo) -> dict[str, TenutoError]:
     """What each way of looking refuses. Raises what is no error of ours, or other values than were saved."""
     found = {}
+    gc.collect()  # what earlier tests of this process left behind frees its shared memory now, and not while recorded
     tracemalloc.start()
     try:
         with recording(lambda event, arguments: event != "open" or str(arguments[0]).endswith((".py", ".pyc"))) as done:

@@ -19,7 +19,7 @@ from campaigns.corruption.peers import PEERS, flipped_bits
 from campaigns.corruption.repairs import REDUNDANCIES, run_repairs
 from campaigns.corruption.shapes import SHAPES, build_shape
 from campaigns.corruption.units import Unit, run_unit, shape_of
-from support.thinning import thinned
+from support.thinning import crossed, thinned
 from tenuto.maintenance import repair_pack
 
 SEED = 20
@@ -54,8 +54,7 @@ def test_what_harms_nothing_is_no_error(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* is passed over:tenuto.TenutoWarning")
-@pytest.mark.parametrize("kind", DISPLACEMENTS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("kind", "name"), crossed([*DISPLACEMENTS], [*SHAPES]))
 def test_i5_a_directory_in_the_wrong_place_is_told_and_never_read_as_the_one_that_was_there(
     name: str, kind: str
 ) -> None:
