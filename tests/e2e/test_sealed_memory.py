@@ -125,6 +125,10 @@ def of_a_key_that_is_not_there(repo: Repo, data: bytearray, seal: Seal) -> Seal:
     return replace(seal, code=f"7{seal.code[1:]}")
 
 
+def signed_by_a_key_that_is_not_there(repo: Repo, data: bytearray, seal: Seal) -> Seal:
+    return replace(seal, signed=f"7{seal.signed[1:]}")
+
+
 def of_another_boot(repo: Repo, data: bytearray, seal: Seal) -> Seal:
     """As one would bring an image of another machine, or of yesterday."""
     return replace(seal, saved_us=seal.saved_us + 1)
@@ -140,6 +144,7 @@ CHANGES: list[Change] = [
     a_code_of_another_image,
     not_hexadecimal,
     of_a_key_that_is_not_there,
+    signed_by_a_key_that_is_not_there,
     of_another_boot,
     after_all_others,
 ]

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from tenuto.concurrency.worker_threads import LoopThreads, parallel_for
-from tenuto.errors import KeyMissing, Tampered
 from tenuto.seal.cipher import KEY, Buffer, derive, split_number, tampered
 from tenuto.seal.keys import RepositoryKeys
 
@@ -29,22 +28,12 @@ def sign_content(keys: RepositoryKeys, identity: bytes, parts: Sequence[Buffer])
 
 
 def check_content(keys: RepositoryKeys, identity: bytes, parts: Sequence[Buffer], code: str, name: str) -> None:
-    """Raises Tampered unless `code` is that of these bytes, by a key that is still there."""
-    if not code:
-        raise Tampered(
-            f"{name} has no code by a key of its repository: it was made before there was one, or by who has none",
-            subject=name,
-            object=name,
-        )
+    """Raises Tampered unless `code` is that of these bytes; KeyMissing as `RepositoryKeys.key`."""
     number, digits = split_number(code, name)
     if not _DIGITS.fullmatch(digits):
         raise tampered(name)
-    try:
-        key = keys.key(number, name)
-    except KeyMissing as error:
-        raise Tampered(error.message, subject=name, object=name) from None
     found = bytes.fromhex(digits)
-    expected = _code(key, found[:_SALT], identity, parts, threads=LoopThreads.of(1).copy)
+    expected = _code(keys.key(number, name), found[:_SALT], identity, parts, threads=LoopThreads.of(1).copy)
     if not hmac.compare_digest(expected, found[_SALT:]):
         raise tampered(name)
 

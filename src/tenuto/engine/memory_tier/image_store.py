@@ -24,7 +24,7 @@ from tenuto.engine.read.chunk_reader import ChunkReader, chunk_runs
 from tenuto.engine.read.local_state import Part
 from tenuto.engine.staging.arena import keep_from_children
 from tenuto.engine.staging.slots import ROOM, read_seals
-from tenuto.errors import CorruptionError, ObjectNotFound, StoreDenied
+from tenuto.errors import CorruptionError, KeyMissing, ObjectNotFound, StoreDenied, Tampered
 from tenuto.model.records import Index, Manifest, Receipt
 from tenuto.repo.format.index import decode_packs
 from tenuto.repo.format.object_names import index_file
@@ -104,9 +104,12 @@ def _authenticate(data: memoryview, footer: Seal, name: str, keys: RepositoryKey
     from tenuto.seal.content_code import check_content
 
     ends = [footer.image, footer.image + footer.index.length, footer.length]
-    parts = [data[begin:end] for begin, end in pairwise([0, *ends])]
-    check_content(keys, footer.identity, parts, footer.code, name)
-    footer.check(keys, name)
+    try:
+        footer.check(keys, name)  # first: it takes no look at the image
+        parts = [data[begin:end] for begin, end in pairwise([0, *ends])]
+        check_content(keys, footer.identity, parts, footer.code, name)
+    except KeyMissing as error:  # an image that cannot be judged is passed over, and keeps nobody from starting
+        raise Tampered(error.message, subject=name, object=name) from None
 
 
 def _read(parts: Mapping[str, memoryview], footer: Seal, name: str, chunk_bytes: int) -> Repo:

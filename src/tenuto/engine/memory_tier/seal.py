@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from tenuto.concurrency.process import this_process
 from tenuto.engine.staging.slots import MAX_PAYLOAD
-from tenuto.errors import CorruptionError, FormatTooNew, KeyMissing, Tampered
+from tenuto.errors import CorruptionError, FormatTooNew, Tampered
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import MAX_INTEGER
 from tenuto.model.ids import CheckpointId
@@ -103,11 +103,15 @@ class Seal:
         return replace(self, holder=holder, sequence=self.sequence + 1)._signed_by(keys)
 
     def check(self, keys: RepositoryKeys, name: str) -> None:
-        """Raises Tampered where a holder of the keys has not put this into the seal of the slot called `name`."""
-        try:
-            keys.check_object(self._statement(), self.signed, name)
-        except KeyMissing as error:
-            raise Tampered(error.message, subject=name, object=name) from None
+        """Raises Tampered where no holder of the keys has put this into the seal of the slot called `name`; KeyMissing
+        as `RepositoryKeys.key`."""
+        if not self.signed:
+            raise Tampered(
+                f"{name} has no code by a key of its repository: it was made before there was one, or by who has none",
+                subject=name,
+                object=name,
+            )
+        keys.check_object(self._statement(), self.signed, name)
 
     def _signed_by(self, keys: RepositoryKeys | None) -> Seal:
         return self if keys is None else replace(self, signed=keys.sign_object(self._statement()))
