@@ -328,7 +328,7 @@ def workplace() -> Iterator[Path]:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         yield root
         for image in dead_images():
-            remove_image(image)
+            remove_image(image.slot)
 
 
 def strike(one: Redundancy, root: Path, source: random.Random, tally: RepairTally) -> None:

@@ -28,6 +28,8 @@ NAMES: Final[frozenset[str]] = frozenset(
         "flushed pack durable, index not yet",
         "flushed image written, not committed",
         "flushed image committed, still in memory",
+        "images to be gathered are open, run not yet claimed",
+        "gathered state committed, still in memory",
         "pack durable, index not yet",
         "packs and indexes durable, manifest not yet",
         "manifest durable, not yet reported",

@@ -303,19 +303,6 @@ def test_another_number_of_ranks_takes_what_it_has_in_memory(where: Path, root: 
     right(first)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1)])
-def test_another_number_of_ranks_goes_on_from_the_store(where: Path, root: Path, before: int, after: int) -> None:
-    first = live(where, before, ends={rank: Ends(step=13, settled=True) for rank in range(before)})
-    right(first)
-    last = live(where, after, ends={0: Ends(step=16)})
-    assert [life.began for life in last] == [10] * after
-    kept = f"{before} ranks kept it, and this job has {after}"
-    assert all(f"step 13 in memory is passed over: {kept}" in life.told("Warned") for life in last)
-    mark = f"0of{after}-" if after > 1 else "0-"
-    assert any(name.startswith(mark) for name in files(root))
-    assert not any(f"of{before}-" in name for name in files(root)), "the run is theirs now"
-
-
 # -- no room -----------------------------------------------------------------------------------------------------------
 
 

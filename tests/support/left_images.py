@@ -13,4 +13,4 @@ def remove_below(directory: Path) -> None:
     """Removes the sealed images of dead processes whose repository lies, or lay, below the directory."""
     for found in dead_images():
         if found.footer is not None and Path(found.footer.where).is_relative_to(directory):
-            remove_image(found)
+            remove_image(found.slot)

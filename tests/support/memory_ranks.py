@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -52,22 +53,48 @@ def cut(rank: int, ranks: int) -> slice:
     return slice(ROWS * rank // ranks, ROWS * (rank + 1) // ranks)
 
 
-def state_of(rank: int, ranks: int) -> dict[str, Any]:
-    """Rows of a table, a vector that all have, a counter of this rank's."""
-    rows = cut(rank, ranks)
-    table = np.zeros((rows.stop - rows.start, WIDTH), np.float32)
-    shard = tenuto.shard(table, whole=(ROWS, WIDTH), offsets=(rows.start, 0)) if ranks > 1 else table
-    return {"table": shard, "bias": np.zeros(7), "own": tenuto.per_rank({"count": np.zeros(3)}), "history": [0.0]}
+@dataclass(frozen=True)
+class Layout:
+    """What ranks hold. `replicas`: how many hold the same rows; `own`: whether each has a counter of its own, which
+    draws from its generator; `alike`: whether the generators of all are."""
 
+    replicas: int = 1
+    own: bool = True
+    alike: bool = False
 
-def advance(state: dict[str, Any], step: int, rank: int, ranks: int) -> None:
-    """One step: equal for any number of ranks, but for what is each rank's own, which draws from its generator."""
-    drawn = np.random.default_rng(step).standard_normal((ROWS, WIDTH)).astype(np.float32)
-    _table(state)[:] += drawn[cut(rank, ranks)]
-    state["bias"] *= 0.5
-    state["bias"] += drawn[0, :7]
-    state["own"].value["count"] += np.random.standard_normal(3) + rank
-    state["history"][0] = float(state["bias"].sum())
+    def parts(self, ranks: int) -> int:
+        return max(ranks // self.replicas, 1)
+
+    def rows(self, rank: int, ranks: int) -> slice:
+        parts = self.parts(ranks)
+        return cut(rank % parts, parts)
+
+    def seed(self, rank: int) -> None:
+        seed = 5 if self.alike else 5 + rank
+        np.random.seed(seed)
+        random.seed(seed)
+
+    def state_of(self, rank: int, ranks: int) -> dict[str, Any]:
+        """Rows of a table, a vector that all have, a counter of this rank's."""
+        rows = self.rows(rank, ranks)
+        table: Any = np.zeros((rows.stop - rows.start, WIDTH), np.float32)
+        if self.parts(ranks) > 1:
+            table = tenuto.shard(table, whole=(ROWS, WIDTH), offsets=(rows.start, 0))
+        own = {"own": tenuto.per_rank({"count": np.zeros(3)})} if self.own else {}
+        return {"table": table, "bias": np.zeros(7), **own, "history": [0.0]}
+
+    def advance(self, state: dict[str, Any], step: int, rank: int, ranks: int) -> float:
+        """One step: equal for any number of ranks, but for what is each rank's own. Returns what this rank's generator
+        drew."""
+        drawn = np.random.default_rng(step).standard_normal((ROWS, WIDTH)).astype(np.float32)
+        _table(state)[:] += drawn[self.rows(rank, ranks)]
+        state["bias"] *= 0.5
+        state["bias"] += drawn[0, :7]
+        own = np.random.standard_normal(3)
+        if self.own:
+            state["own"].value["count"] += own + rank
+        state["history"][0] = float(state["bias"].sum())
+        return float(own[0])
 
 
 def _table(state: dict[str, Any]) -> Any:
@@ -75,21 +102,22 @@ def _table(state: dict[str, Any]) -> Any:
 
 
 def digest_of(state: dict[str, Any]) -> str:
-    parts = (_table(state), state["bias"], state["own"].value["count"], np.array(state["history"]))
+    own = [state["own"].value["count"]] if "own" in state else []
+    parts = (_table(state), state["bias"], *own, np.array(state["history"]))
     return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
 
-def untouched(ranks: int, steps: int = 40) -> list[dict[int, str]]:
+def untouched(ranks: int, steps: int = 40, layout: Layout | None = None) -> list[dict[int, str]]:
     """The digest of every step of each rank, in a training that nobody kills."""
-    before = np.random.get_state()
+    before, layout = np.random.get_state(), layout or Layout()
     found: list[dict[int, str]] = []
     try:
         for rank in range(ranks):
-            np.random.seed(5 + rank)
-            state = state_of(rank, ranks)
+            layout.seed(rank)
+            state = layout.state_of(rank, ranks)
             found.append({0: digest_of(state)})
             for step in range(1, steps + 1):
-                advance(state, step, rank, ranks)
+                layout.advance(state, step, rank, ranks)
                 found[-1][step] = digest_of(state)
     finally:
         np.random.set_state(before)
@@ -112,8 +140,9 @@ class Ends:
 
 
 def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, end: Ends, **options: Any) -> None:
-    np.random.seed(5 + rank)
-    state = state_of(rank, ranks)
+    layout: Layout = options.pop("layout", Layout())
+    layout.seed(rank)
+    state = layout.state_of(rank, ranks)
     on_step: OnStep | None = options.pop("on_step", None)
     options = {"save": every(steps=10) | on.end(), "memory": every(steps=1), "ranks_timeout": 30.0, **options}
     own_loop = options.pop("own_loop", False)
@@ -129,8 +158,8 @@ def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, 
         each = {name: list(parts[name].each) for name in ("memory_bytes", "bytes") if name in parts}
         log.tell(began=ckpt.step, source=source, digest=digest_of(state), skipped=skipped, each=each)
         for step in range(ckpt.step, steps) if own_loop else ckpt.steps(steps):
-            advance(state, step + 1, rank, ranks)
-            log.tell(step=step + 1, digest=digest_of(state))
+            drawn = layout.advance(state, step + 1, rank, ranks)
+            log.tell(step=step + 1, digest=digest_of(state), drawn=drawn)
             if on_step is not None:
                 on_step(ckpt, rank, step + 1)
             beside.completed(step + 1)

@@ -48,6 +48,8 @@ class Life:
     """Of several ranks: the bytes that each had in memory of what was read from the store."""
     nbytes: list[float] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
+    drawn: dict[int, float] = field(default_factory=dict)
+    """What its random generator drew at each step, where it says so."""
     events: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -207,6 +209,8 @@ def read(log: Path, status: int) -> Life:
             life.memory, life.nbytes = each.get("memory_bytes", []), each.get("bytes", [])
         else:
             life.digests[found["step"]] = found["digest"]
+            if "drawn" in found:
+                life.drawn[found["step"]] = found["drawn"]
     return life
 
 

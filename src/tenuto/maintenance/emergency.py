@@ -23,7 +23,7 @@ from tenuto.engine.memory_tier.eligibility import EligibleImage, foreign, judge_
 from tenuto.engine.memory_tier.image_store import check_image
 from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.memory_tier.seal import SealHolder
-from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
+from tenuto.engine.save.commit_protocol import CommitProtocol
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.saver import Saver
 from tenuto.errors import (
@@ -43,9 +43,10 @@ from tenuto.errors import (
 from tenuto.events import Emitter
 from tenuto.maintenance.checkpoint_copy import CheckpointCopier
 from tenuto.maintenance.copy_record import mark_copy, put_whole
-from tenuto.maintenance.flush import JudgedImage, opened_state, save_image, whole_states, write_images
+from tenuto.maintenance.flush import JudgedImage, opened_state, whole_states
 from tenuto.maintenance.place_copy import put_small
 from tenuto.maintenance.replica_tidy import free_in
+from tenuto.maintenance.save_images import save_images
 from tenuto.model.ids import CheckpointId
 from tenuto.record import record
 from tenuto.repo.format import object_names, objects
@@ -428,10 +429,7 @@ def _flushed(there: Repo, run: str, found: Sequence[Any], report: Report) -> Che
                 opened, _ = stack.enter_context(opened_state(there, state))
                 for image in opened:
                     check_image(image, image.repo.index(image.manifest(), image.footer.rank))
-                attempt = joined(there, record)
-                if len(opened) == 1:
-                    return save_image(there, attempt, opened[0], SoloCommit(there))
-                return write_images(there, attempt, opened)
+                return save_images(there, joined(there, record), opened)
         except CorruptionError as error:
             report(f"step {footer.id.step} in memory is passed over: {error.message}")
     return None

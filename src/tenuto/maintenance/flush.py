@@ -5,137 +5,30 @@ A state is the image of one process, or those of all ranks of a job, where all o
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
-
-import numpy as np
 
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.group.group_save import GroupCommit
 from tenuto.engine.memory_tier import slot_file
 from tenuto.engine.memory_tier.eligibility import EligibleImage, judge, newness
 from tenuto.engine.memory_tier.image_store import Image, check_image, open_image
 from tenuto.engine.memory_tier.listing import FoundImage, images
 from tenuto.engine.memory_tier.seal import Seal
 from tenuto.engine.memory_tier.slot_file import LastingSlot
-from tenuto.engine.save.commit_protocol import CommitProtocol, SoloCommit
-from tenuto.engine.save.job import ManifestDetails
-from tenuto.engine.save.saver import Saver
-from tenuto.errors import CheckpointNotFound, CorruptionError, KeyMissing, RankFailed, Superseded, TenutoError, typed
+from tenuto.errors import CheckpointNotFound, CorruptionError, KeyMissing, Superseded, TenutoError, typed
+from tenuto.maintenance.save_images import save_images
 from tenuto.model.ids import CheckpointId
-from tenuto.model.leaf import LeafSpec
-from tenuto.model.records import Index, Manifest, Receipt
-from tenuto.ranks.agreement import Agreement
-from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.model.records import Receipt
 from tenuto.record import record
 from tenuto.repo.commit import begin, commit, put_index
-from tenuto.repo.format.leaf_table import leaf_forms
 from tenuto.repo.format.object_names import index_file
 from tenuto.repo.keys import unlock
-from tenuto.repo.ownership.claim import Attempt, claim, joined
+from tenuto.repo.ownership.claim import Attempt, claim
 from tenuto.repo.repository import Repo
 from tenuto.repo.unfinished import abort, free
-from tenuto.state.contract import Flattened
-from tenuto.state.numpy_arrays import HOST, array_dtype
 from tenuto.store.contract import Bytes
-
-# --------------------------------------------------------------------------------------------------
-# What several ranks have kept in memory, written as the one checkpoint that they would have saved together.
-
-DEADLINE_S: Final = 600.0
-"""How long one rank's part may take longer than another's."""
-
-
-def write_images(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> CheckpointId:
-    """Saves the state whose parts `images` (by rank) are, each rank as a thread of its own. Raises what the first rank
-    raises that another one's trouble does not explain."""
-    kv_store, count = InProcessKVStore(), len(images)
-    saved: dict[int, CheckpointId] = {}
-    failed: dict[int, BaseException] = {}
-
-    def one(rank: int) -> None:
-        try:
-            facts = {"flush": attempt.id}
-            with Agreement.open(ThreadRanks(rank, count, kv_store), facts, DEADLINE_S) as agreement:
-                own = attempt if rank == 0 else joined(repo, attempt.record)
-                saved[rank] = save_image(repo, own, images[rank], GroupCommit(repo, agreement, deadline_s=DEADLINE_S))
-        except BaseException as error:  # noqa: BLE001 - a thread's exception would reach nobody; raised below
-            failed[rank] = error
-
-    threads = [threading.Thread(target=one, args=(rank,), name=f"tenuto-flush-{rank}") for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise min(failed.items(), key=lambda one: (isinstance(one[1], RankFailed), one[0]))[1]
-    return saved[0]
-
-
-def save_image(repo: Repo, attempt: Attempt, image: Image, protocol: CommitProtocol) -> CheckpointId:
-    """Saves what an image holds as its training would have saved it: sealed, where the repository is."""
-    manifest = image.manifest()
-    flattened = flattened_of(image, manifest, image.repo.index(manifest, image.footer.rank))
-    saver = Saver(repo, attempt.run, lasting=False, protocol=protocol)
-    saver.attempt = attempt
-    try:
-        save = saver.save(flattened, manifest.id.step, wait=True, about=details_of(manifest))
-        if save.error is not None:
-            raise save.error
-        return save.id
-    finally:
-        saver.close()
-
-
-def details_of(manifest: Manifest) -> ManifestDetails:
-    """Returns what another manifest says of the same state."""
-    return ManifestDetails(
-        parent=manifest.parent,
-        metrics=manifest.metrics,
-        progress=manifest.progress,
-        environment=manifest.environment,
-        certificate=manifest.certificate,
-    )
-
-
-def flattened_of(image: Image, manifest: Manifest, index: Index) -> Flattened:
-    """Returns an image's leaves as they were flattened, with their bytes in place."""
-    views = []
-    for pack in index.packs:
-        with image.repo.store.open(f"{manifest.id.directory}/{pack.name}") as reader:
-            view = reader.view()
-            assert view is not None
-            views.append(view)
-    declared = leaf_forms(manifest.tree)
-    leaf = range(len(index.specs)) if index.leaf is None else index.leaf.tolist()
-    places = zip(index.pack.tolist(), index.offset.tolist(), index.length.tolist(), index.specs, strict=True)
-    sources = [_array(views[pack][offset : offset + length], spec) for pack, offset, length, spec in places]
-    return Flattened(
-        tree=manifest.tree,
-        private=index.private,
-        specs=tuple(_placed(spec, number in declared) for number, spec in zip(leaf, index.specs, strict=True)),
-        sources=sources,
-        devices=(HOST,),
-        device=[0] * len(sources),
-        fingerprint=f"{image.footer.save_id} {image.footer.rank}",
-        leaf=None if index.leaf is None else leaf,
-        shared=index.tree_leaves,
-    )
-
-
-def _placed(spec: LeafSpec, declared: bool) -> LeafSpec:
-    """Returns the spec with its placement, which an index does not have: the tree says which leaves were declared."""
-    return replace(spec, placement="per_rank" if spec.private else "box" if declared else "whole")
-
-
-def _array(data: memoryview, spec: LeafSpec) -> np.ndarray[Any, Any]:
-    kind = array_dtype(spec.dtype)
-    return np.ndarray(spec.shape, kind, data) if spec.nbytes else np.empty(spec.shape, kind)
-
 
 Report = Callable[[str], None]
 
@@ -329,10 +222,7 @@ def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | Non
         if len(images) == 1 and repo.keys is None:
             return _commit(repo, attempt, images[0])
         # An image is not sealed: a sealed repository gets other bytes than lie in memory.
-        if len(images) == 1:
-            id = save_image(repo, attempt, images[0], SoloCommit(repo))
-        else:
-            id = write_images(repo, attempt, images)
+        id = save_images(repo, attempt, images)
         return Flushed(id, images[0].footer.id, repo.manifest(id).bytes)
     finally:
         attempt.release()

@@ -50,7 +50,7 @@ def save_sealed(saving: RunSaver) -> None:
         return
     if not places.ready or places.rescued is not None:
         return
-    from tenuto.maintenance.flush import details_of, flattened_of  # seldom needed
+    from tenuto.maintenance.save_images import part_of  # seldom needed
 
     for save in saving.saver.in_flight:
         save.patience_s = places.patience_s
@@ -61,11 +61,10 @@ def save_sealed(saving: RunSaver) -> None:
         if image is None:
             return
         try:
-            id, manifest = image.footer.id, image.manifest()
-            if last is None or not last.committed or last.step < id.step:
+            if last is None or not last.committed or last.step < image.footer.id.step:
                 saving.leaving = True
-                index = image.repo.index(manifest, image.footer.rank)
-                saving.take(flattened_of(image, manifest, index), id.step, details_of(manifest), wait=True, must=True)
+                part = part_of(image)
+                saving.take(part.flattened, part.step, part.about, wait=True, must=True)
         finally:
             image.close()
     except TenutoError as error:

@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 from tenuto.crashpoints import crashpoint
+from tenuto.engine.group.group import JobGroup
 from tenuto.engine.memory_tier.eligibility import Candidate
 from tenuto.engine.memory_tier.image_store import Image
+from tenuto.engine.memory_tier.listing import sealed_of
 from tenuto.engine.memory_tier.memory_restore import MemoryRestore
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import (
@@ -108,6 +110,8 @@ class RunClaim:
         """The restore from what an earlier process left in memory."""
         if memory is not None and self.memory_restore is not None:
             self._restorer.local = memory.local_state
+        self._gathered = False
+        """Whether what lay in memory is the newest checkpoint now."""
         self.restored: Restored | None = None
         self._watch: OwnerWatch | None = None
         """Begun before the restore, so that a lease that no longer changes runs out meanwhile."""
@@ -182,10 +186,24 @@ class RunClaim:
             self.emergency.take_over(
                 self._memory, takeover=self._takeover, wait_s=self._wait_s, waiting=self._emitter.emit
             )
+        self._gathered = self._gather()
         self._watch = self._watch or OwnerWatch(self._repo, self._run)
 
+    def _gather(self) -> bool:
+        """Saves the newest state in memory that only together the ranks can resume from, so that all restore it from
+        the store; returns whether there was one."""
+        memory, group = self._memory, self._group
+        if memory is None or self.memory_restore is None or group.spread:
+            return False
+        if not isinstance(group, JobGroup) and all(seal.ranks == 1 for _, seal in sealed_of(self._repo.id, self._run)):
+            return False
+        from tenuto.maintenance.gather import gather  # seldom needed by one process
+
+        options = {"takeover": self._takeover, "wait_s": self._wait_s, "waiting": self._emitter.emit}
+        return gather(self._repo, self._run, memory, group, report=self._warn, **options) is not None
+
     def _chosen(self) -> tuple[RestoreResult | None, tuple[Skipped, ...]]:
-        memory = self.memory_restore
+        memory = None if self._gathered else self.memory_restore
         # The walk that chooses says what is the newest: listing the steps twice costs as many requests again.
         chosen = memory is None and self._resume_from == "latest"
         self._newest = None if chosen else latest(self._repo, self._run, withdrawn=self._withdrawn)
@@ -211,7 +229,7 @@ class RunClaim:
         return self._peeked.opened
 
     def _peek(self) -> Peeked:
-        memory, ranks = self.memory_restore, self._group.world_size
+        memory, ranks = None if self._gathered else self.memory_restore, self._group.world_size
         newest = latest(self._repo, self._run, withdrawn=self._withdrawn)
         passed: tuple[Skipped, ...] = ()
         if memory is not None:

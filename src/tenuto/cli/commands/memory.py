@@ -71,7 +71,7 @@ def memory(
     nbytes = sum(image.bytes for image, _ in rows)
     removed = []
     if rows and not dry_run and agreed(f"Remove {count(len(rows), 'image')}, {size(nbytes)}?", yes=yes):
-        removed = [image for image, _ in rows if remove_image(image)]
+        removed = [image for image, _ in rows if remove_image(image.slot)]
     freed = sum(image.bytes for image in removed)
     if json:
         body = {

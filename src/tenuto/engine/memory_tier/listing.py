@@ -50,26 +50,41 @@ def images(
     """Yields the images of this user, or of another `user`, in the order of their names: of all repositories, or of
     one. `among`: only sealed ones, in slots of which it returns True; it takes a tenth of a second to be sure that an
     image's process lives."""
-    owner = os.geteuid() if user is None else user
     for slot in slots.occupied(slots.SHARED_MEMORY, user, repository):
         if among is not None and not among(slot):
             continue
+        file = _read(slot)
+        if file is None or (file[1] is None and among is not None):
+            continue
+        pid = _holder(slot)
+        yield FoundImage(slot, file[0], pid is not None, file[1], pid or None)
+
+
+def sealed_of(repository: str, run: str) -> list[tuple[Slot, Seal]]:
+    """Returns what lies sealed in the slots of one run, also those that processes which live have taken by now."""
+    parent = slot_file.parent(repository, run)
+    found = [(slot, _read(slot)) for slot in slots.occupied(slots.SHARED_MEMORY, None, repository)]
+    return [
+        (slot, file[1]) for slot, file in found if file is not None and file[1] is not None and slot.parent == parent
+    ]
+
+
+def _read(slot: Slot) -> tuple[int, Seal | None] | None:
+    """Returns how many bytes the file of a slot takes, and its seal where it has one. None where there is no file by
+    now, or none of the user's."""
+    try:
+        with slots.directory(slot.root, slot.parent, user=slot.user) as parent:
+            descriptor = os.open(slot.name, slots.READ, dir_fd=parent)
         try:
-            with slots.directory(slot.root, slot.parent, user=user) as parent:
-                descriptor = os.open(slot.name, slots.READ, dir_fd=parent)
-            try:
-                status, seals = os.fstat(descriptor), read_seals(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError:
-            continue  # gone since it was listed, or no file of the user's
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != owner:
-            continue
-        sealed = newest(seals, f"{slot.parent}/{slot.name}")
-        if sealed is None and among is not None:
-            continue
-        footer, pid = sealed[1] if sealed is not None else None, _holder(slot)
-        yield FoundImage(slot, status.st_blocks * 512, pid is not None, footer, pid or None)
+            status, seals = os.fstat(descriptor), read_seals(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != (os.geteuid() if slot.user is None else slot.user):
+        return None
+    sealed = newest(seals, f"{slot.parent}/{slot.name}")
+    return status.st_blocks * 512, None if sealed is None else sealed[1]
 
 
 def dead_images() -> list[FoundImage]:
@@ -85,6 +100,14 @@ def kept_by_others(repository: str, run: str, ranks: int) -> list[FoundImage]:
         return slot.parent == parent and not _is_one_of(slot, ranks)
 
     return [found for found in images(repository=repository, among=other) if not found.alive]
+
+
+def left_by_more(repository: str, run: str, ranks: int) -> list[FoundImage]:
+    """Returns what dead processes of a run, with higher numbers than a job of `ranks` has, were writing to the store
+    from: nobody comes for it."""
+    parent = slot_file.parent(repository, run)
+    left = [one for one in images(repository=repository) if one.slot.parent == parent and not one.alive]
+    return [one for one in left if one.footer is None and parse_name(one.slot.name)[0] >= ranks]
 
 
 def _is_one_of(slot: Slot, ranks: int) -> bool:
@@ -107,18 +130,18 @@ def _ranks(count: int) -> str:
     return "one process" if count == 1 else f"{count} ranks"
 
 
-def remove_image(found: FoundImage) -> bool:
+def remove_image(slot: Slot) -> bool:
     """Removes a dead process's image; False where a process holds it by now, or it cannot be removed."""
     try:
-        slot = slot_file.take_slot(found.slot)
+        taken = slot_file.take_slot(slot)
     except OSError:
         return False
     try:
-        slot.discard()
+        taken.discard()
     except OSError:
         return False
     finally:
-        slot.leave()
+        taken.leave()
     return True
 
 
@@ -170,7 +193,7 @@ def free_room(own: Collection[Slot], emitter: Emitter, error: OSError) -> bool:
     if not found or sum(one.bytes for one in found) < missing:
         return False
     oldest = min(found, key=lambda one: one.footer.sealed_us if one.footer is not None else 0)
-    if oldest.footer is None or not remove_image(oldest):
+    if oldest.footer is None or not remove_image(oldest.slot):
         return False
     what = f"the image of {oldest.footer.id}, which a dead process left in memory"
     emitter.emit(Warned(f"{what}, was removed: its room was needed"))

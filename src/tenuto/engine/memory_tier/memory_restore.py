@@ -37,9 +37,6 @@ from tenuto.record import record
 from tenuto.repo.format.objects import checkpoint_json
 from tenuto.repo.repository import Repo
 
-HOLD_S: Final = 10.0
-"""How long a rank waits for its slots: the process before may be dying."""
-_POLL_S: Final = 0.05
 UNFIT: Final = "unfit: "
 LACKING: Final = "lacking: "
 
@@ -192,17 +189,15 @@ class CommonImages:
         return [partial(self._restore, common) for common in self._common(report)]
 
     def appeared(self) -> bool:
-        """Returns False: what an owner leaves that dies later than `HOLD_S` is not searched for, since not all ranks
-        would find it."""
+        """Returns False: what an owner leaves that dies later than it is waited for is not searched for, since not all
+        ranks would find it."""
         return False
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def _common(self, report: Callable[[str], None]) -> list[CommonImage]:
         """Returns the states of which every rank has an image, newest first, as the coordinator finds them."""
-        until = time.monotonic() + HOLD_S
-        while not self._tier.hold() and self._tier.blocked and not self._tier.off and time.monotonic() < until:
-            time.sleep(_POLL_S)
+        self._tier.await_slots()
         group = self._group
         with group.agreement.round("memory") as round:
             round.send(canonical_json.dumps(self._report()))
@@ -347,7 +342,7 @@ def choose(repo: Repo, run: str, reports: Sequence[Mapping[str, Any]]) -> tuple[
     for save_id, images in order:
         id = _read_id(next(iter(images.values()))["id"])
         missing = [rank for rank in range(len(reports)) if rank not in images]
-        verdict = _lacking(missing) if missing else _judged(repo, run, id, save_id, images.values())
+        verdict = _lacking(missing) if missing else judged(repo, run, id, save_id, images.values())
         if isinstance(verdict, str):
             words.append(f"step {id.step} in memory is passed over: {verdict}")
         else:
@@ -360,7 +355,7 @@ def _lacking(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}{more} no image of it"
 
 
-def _judged(
+def judged(
     repo: Repo, run: str, id: CheckpointId, save_id: str, images: Iterable[Mapping[str, Any]]
 ) -> EligibleImage | str:
     """Returns one verdict about a state that all have. Its images may belong to two attempts, where a process was

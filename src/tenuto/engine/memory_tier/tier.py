@@ -9,6 +9,7 @@ starts finds what the one before left, and resumes from it if training has resum
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
@@ -18,7 +19,14 @@ from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.common_states import common_states
 from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, eligible_images, foreign
 from tenuto.engine.memory_tier.image_store import Image, open_image, parts_of
-from tenuto.engine.memory_tier.listing import free_room, kept_by_others, passed_over, remove_image, shortage
+from tenuto.engine.memory_tier.listing import (
+    free_room,
+    kept_by_others,
+    left_by_more,
+    passed_over,
+    remove_image,
+    shortage,
+)
 from tenuto.engine.memory_tier.seal import Seal, SealedObject, SealHolder, encode_seal, new_seal, newest
 from tenuto.engine.memory_tier.slot_file import LastingSlot, take_slots
 from tenuto.engine.memory_tier.slot_pool import MemorySlot, SlotPool
@@ -33,6 +41,9 @@ from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.repository import Repo
 from tenuto.state.contract import Flattened
 
+HOLD_S: Final = 10.0
+"""How long a rank waits for its slots: the process before may be dying."""
+_POLL_S: Final = 0.05
 LEAST: Final = 2
 """Slots without which there is no memory tier."""
 
@@ -138,6 +149,12 @@ class MemoryTier:
             )
             return True
         return False
+
+    def await_slots(self) -> None:
+        """Takes the slots as `hold` does, and waits for an owner that may be dying."""
+        until = time.monotonic() + HOLD_S
+        while not self.hold() and self.blocked and not self.off and time.monotonic() < until:
+            time.sleep(_POLL_S)
 
     def prepare(self, flattened: Flattened) -> None:
         """Takes the memory that saves of this state need, except where an image lies that may be resumed from."""
@@ -251,11 +268,11 @@ class MemoryTier:
                 slot.file.unseal()
 
     def local_state(self, id: CheckpointId) -> LocalState | None:
-        """Returns what this rank has sealed of a checkpoint, before the claim; None where it has nothing that can be
-        read. To be closed."""
+        """Returns what this rank has sealed at the step of a checkpoint, before the claim; None where it has nothing
+        that can be read. It may be of another attempt: what is taken of it is what the checkpoint has. To be closed."""
         try:
             for slot, footer in self.own_images():
-                if footer.repository == self._repo.id and footer.id == id:
+                if footer.repository == self._repo.id and (footer.id.run, footer.id.step) == (id.run, id.step):
                     image = self.open(Candidate(slot, footer, EligibleImage(None, durable=False)))
                     return LocalState(parts_of(image), image.close)
         except (CorruptionError, OSError):
@@ -301,8 +318,9 @@ class MemoryTier:
             # As many slots as this process needs, that of the resumed image among them.
             needed = sorted(pool.slots, key=lambda slot: slot is not self._resumed)[: self._count]
             self._leave(pool.keep(needed), lambda slot: False)
-            for found in kept_by_others(self._repo.id, self._run, self._ranks):
-                remove_image(found)
+            others = kept_by_others(self._repo.id, self._run, self._ranks)
+            for found in [*others, *left_by_more(self._repo.id, self._run, self._ranks)]:
+                remove_image(found.slot)
         except OSError as error:
             self.turn_off(f"shared memory cannot be used: {error.strerror or error}")
             return

@@ -52,9 +52,41 @@ class InProcessKVStore:
             return sorted(self._values)
 
 
+class SubStore:
+    """The keys of another store below one name: for ranks that meet beside those whose store it is."""
+
+    def __init__(self, inner: KVStore, below: str) -> None:
+        self.name = inner.name
+        self.host_rank = inner.host_rank
+        self.longest_pause_s = inner.longest_pause_s
+        self._inner = inner
+        self._below = below
+
+    def put(self, key: str, value: bytes, *, timeout: float) -> None:
+        self._inner.put(self._full(key), value, timeout=timeout)
+
+    def put_if_absent(self, key: str, value: bytes, *, timeout: float) -> bytes:
+        return self._inner.put_if_absent(self._full(key), value, timeout=timeout)
+
+    def get(self, key: str, *, timeout: float) -> bytes | None:
+        return self._inner.get(self._full(key), timeout=timeout)
+
+    def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes | None]:
+        return self._inner.get_many([self._full(key) for key in keys], timeout=timeout)
+
+    def delete(self, keys: Sequence[str], *, timeout: float) -> None:
+        self._inner.delete([self._full(key) for key in keys], timeout=timeout)
+
+    def close(self) -> None:
+        """Does nothing: the store is still used by others."""
+
+    def _full(self, key: str) -> str:
+        return f"{self._below}/{key}"
+
+
 @record
 class ThreadRanks:
-    """One of many ranks in one process, for tests and simulations. All get the same store."""
+    """One of several ranks in one process. All get the same store."""
 
     rank: int
     world_size: int

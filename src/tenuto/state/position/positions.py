@@ -25,20 +25,28 @@ from tenuto.state.frameworks import positions_of
 
 @record
 class WorldSizeChange:
-    """`saved` ranks saved what `here` ranks resume; this one is `rank`."""
+    """`saved` ranks saved what `here` ranks resume; this one is `rank`. `lost`: those that saved whose own values the
+    checkpoint does not have."""
 
     saved: int
     here: int
     rank: int
+    lost: tuple[int, ...] = ()
 
     @property
     def words(self) -> str:
         return f"saved by {_ranks(self.saved)} and resumed by {self.here}"
 
     @property
+    def new(self) -> bool:
+        """Whether the checkpoint has nothing of this rank's own."""
+        return self.rank >= self.saved or self.rank in self.lost
+
+    @property
     def donor(self) -> int:
-        """The rank whose random state this one starts from: the same number, or rank 0 for a new rank."""
-        return self.rank if self.rank < self.saved else 0
+        """The rank whose random state this one starts from: the same number, or the first that is there for a new
+        rank."""
+        return next(rank for rank in range(self.saved) if rank not in self.lost) if self.new else self.rank
 
 
 @record

@@ -22,6 +22,7 @@ class Counters:
     - `cursor`: the position of all ranks together in a shared order.
     - `alike`: the random generators that were equal on all ranks.
     - `ranks`: the number of ranks that saved it.
+    - `lost`: the ranks among them whose own values it does not have (`maintenance/gather`).
     """
 
     step: int = 0
@@ -30,6 +31,7 @@ class Counters:
     cursor: OrderCursor | None = None
     alike: tuple[str, ...] = ()
     ranks: int = 1
+    lost: tuple[int, ...] = ()
 
     def progress(self) -> dict[str, Json]:
         return {"step": self.step, "epoch": self.epoch, "batch": self.batch}
@@ -53,10 +55,13 @@ class Counters:
             )
         name, alike = manifest.id.manifest, progress.get("alike", [])
         ranks = progress.get("ranks", len(manifest.indexes))  # in memory each rank has a checkpoint of its own
-        if not isinstance(alike, list) or not all(isinstance(one, str) for one in alike) or type(ranks) is not int:
+        lost = progress.get("lost", [])
+        lists = isinstance(alike, list) and isinstance(lost, list) and type(ranks) is int
+        if not lists or not all(isinstance(one, str) for one in alike) or not _are_some_of(lost, ranks):
             raise CorruptionError(f"{name}: what it says of its ranks is malformed", subject=name)
         cursor = OrderCursor.of(progress["data"], name) if "data" in progress else None
-        return cls(**counts, cursor=cursor, alike=tuple(alike), ranks=max(ranks, len(manifest.indexes)))
+        ranks = max(ranks, len(manifest.indexes))
+        return cls(**counts, cursor=cursor, alike=tuple(alike), ranks=ranks, lost=tuple(lost))
 
 
 class TrainingPosition:
@@ -113,9 +118,9 @@ class TrainingPosition:
         return marks(capture()) if self.world_size > 1 else {}
 
     def moved(self, counters: Counters) -> WorldSizeChange | None:
-        """Returns the change of the number of ranks since a checkpoint, None if it is the same."""
-        saved = counters.ranks
-        return None if saved == self.world_size else WorldSizeChange(saved, self.world_size, self.rank)
+        """Returns the change of the ranks since a checkpoint: of their number, or this one is new to it; else None."""
+        moved = WorldSizeChange(counters.ranks, self.world_size, self.rank, counters.lost)
+        return moved if moved.new or moved.saved != moved.here else None
 
     def load(self, private: Mapping[str, Any], counters: Counters, moved: WorldSizeChange | None = None) -> None:
         """Takes over the position of a checkpoint. Restores the random state now, and again in `settle`.
@@ -136,16 +141,18 @@ class TrainingPosition:
             apply(self._pending)
 
     def _move(self, moved: WorldSizeChange, counters: Counters) -> None:
-        self.caveats = (f"{moved.words}: sums over ranks add up in another order, so results agree but for rounding",)
+        if moved.saved != moved.here:
+            order = "sums over ranks add up in another order, so results agree but for rounding"
+            self.caveats = (f"{moved.words}: {order}",)
         if self.data is not None:
             self.counters.batch = self.data.move(moved, counters.cursor, counters.epoch, counters.batch)
         if self._pending is None:
             return
         alike = names(self._pending) if moved.saved == 1 else counters.alike
         own = [name for name in names(self._pending) if name not in alike]
-        if moved.rank >= moved.saved:
+        if moved.new:
             self._pending = of_new_rank(self._pending, alike, moved.rank)
-        if own:
+        if own and moved.saved != moved.here:  # of ranks that are lost the certificate says it, on all of them
             self.reasons = (f"{moved.words}: {_streams(moved, own)}",)
 
     def roll_over_finished_epoch(self) -> None:
@@ -237,6 +244,11 @@ class TrainingPosition:
         """Whether the last batch of this epoch is used, if the data knows its length."""
         length = self.batches_in_epoch
         return length is not None and 0 < length <= self.counters.batch
+
+
+def _are_some_of(lost: Sequence[Json], ranks: int) -> bool:
+    """Returns whether these are some numbers of so many ranks, and not all of them."""
+    return len(lost) < max(ranks, 1) and all(type(one) is int and 0 <= one < ranks for one in lost)
 
 
 def _streams(moved: WorldSizeChange, own: Sequence[str]) -> str:
