@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+import tenuto
 from support import forked_processes as forked
+from tenuto.engine.memory_tier.listing import remove_image, sealed_of
+from tenuto.repo.repository import Repo
+from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
 
@@ -40,6 +44,24 @@ def test_a_killed_job_goes_on_from_memory_to_the_same_bits(tmp_path: Path, captu
     assert [told["digest"] for told in parts] == [told["digest"] for told in whole]
     assert [told["random"] for told in parts] == [told["random"] for told in whole]
     assert whole[0]["random"] != whole[1]["random"], "each rank has a generator of its own"
+
+
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_a_replica_takes_the_place_of_a_lost_rank_to_the_same_bits(tmp_path: Path, lost: int) -> None:
+    """The data's order is one that all ranks share, and their generators of torch are alike."""
+    whole = job(tmp_path / "whole", "--ordered")
+    job(tmp_path / "parts", "--ordered", "--kill", "8")
+    repository = Repo.open(open_store(tmp_path / "parts")).id
+    for slot, seal in sealed_of(repository, "main"):
+        if seal.rank == lost:
+            assert remove_image(slot)
+    parts = job(tmp_path / "parts", "--ordered")
+    assert whole is not None and parts is not None
+    assert [told["step"] for told in parts] == [8, 8]
+    assert [(told["digest"], told["random"]) for told in parts] == [(told["digest"], told["random"]) for told in whole]
+    own = tenuto.open(tmp_path / "parts", step=8).certificate["reasons"]
+    alone = f"the memory of rank {lost} is lost: random generators (python) begin streams of their own there"
+    assert own == [alone], "the only one that is not alike, and nothing draws from it"
 
 
 @pytest.mark.parametrize("durable", [pytest.param("5", marks=pytest.mark.long), "0"])

@@ -8,18 +8,21 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
-import tenuto
+import tenuto.torch
 from tenuto import every, on
 
 
@@ -30,24 +33,33 @@ def main() -> None:
     parser.add_argument("--kill", type=int, default=-1)
     parser.add_argument("--capture", choices=["eager", "fenced"], default="eager")
     parser.add_argument("--replicated", action="store_true")
+    parser.add_argument("--ordered", action="store_true", help="replicated, over data whose order the ranks share")
     parser.add_argument("--durable", type=int, default=5, help="steps between two saves to the store; 0: only the end")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = replicated() if options.replicated else cut(world)
+    random.seed(rank)
+    np.random.seed(0)
+    loader = ordered(rank, world) if options.ordered else None
+    model = replicated(not options.ordered) if options.replicated or options.ordered else cut(world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
     save = every(steps=options.durable) | on.end() if options.durable else on.end()
-    with tenuto.Checkpointer(options.where, state, save=save, memory=every(steps=1), capture=options.capture) as ckpt:
+    how = {"save": save, "memory": every(steps=1), "capture": options.capture, "data": loader}
+    with tenuto.Checkpointer(options.where, state, **how) as ckpt:
         found = ckpt.restore()
         began = {"step": ckpt.step, "source": found.source if found is not None else ""}
         began["buffers"] = digest(model.buffers())
         for step in ckpt.steps(options.steps):
             if step == options.kill:
                 kill(ckpt, step, last=rank == world - 1)
-            torch.rand(1 + rank)  # each rank's own generator goes its own way
-            loss = nn.functional.mse_loss(model(torch.randn(8, 31)), torch.zeros(8, 31))
+            if loader is None:
+                torch.rand(1 + rank)  # each rank's own generator goes its own way
+                batch = torch.randn(8, 31)
+            else:
+                (batch,) = next(ckpt.batches)
+            loss = nn.functional.mse_loss(model(batch), torch.zeros(8, 31))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -67,9 +79,16 @@ def cut(world: int) -> nn.Module:
     return model
 
 
-def replicated() -> nn.Module:
-    model = nn.Sequential(nn.Linear(31, 50), nn.BatchNorm1d(50), nn.Linear(50, 31))
+def replicated(buffers: bool) -> nn.Module:
+    between = nn.BatchNorm1d(50) if buffers else nn.GELU()
+    model = nn.Sequential(nn.Linear(31, 50), between, nn.Linear(50, 31))
     return nn.parallel.DistributedDataParallel(model)
+
+
+def ordered(rank: int, world: int) -> DataLoader[tuple[torch.Tensor, ...]]:
+    samples = TensorDataset(torch.arange(100.0 * 31).reshape(100, 31).sin())
+    order = tenuto.torch.ResumableSampler(samples, seed=3, rank=rank, world_size=world)
+    return DataLoader(samples, batch_size=8, sampler=order, drop_last=True)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
