@@ -187,6 +187,25 @@ def test_ranks_pass_over_a_state_that_was_altered_on_one_of_them(where: Path, ro
         assert {step: digest for step, digest in one.digests.items() if digest != wanted[rank][step]} == {}
 
 
+@pytest.mark.parametrize("altered", [False, True])
+def test_another_number_of_ranks_gathers_what_nobody_has_altered(where: Path, root: Path, altered: bool) -> None:
+    key = where.parent / "key"
+    assert all(one.killed for one in memory_ranks.live(where, 3, ends={1: Ends(step=17, settled=True)}, key=key))
+    if altered:
+        assert rewritten(root, of_another_boot, of="1of3") == 2
+    last = memory_ranks.live(where, 2, key=key)
+    began = {one.began for one in last}
+    assert [one.status for one in last] == [0, 0] and began <= ({10} if altered else {16, 17})
+    if altered:
+        said = [one for one in last[0].told("Warned") if "is passed over" in one]
+        assert re.search(REFUSED, " ".join(said))
+        return
+    (step,) = began
+    table = tenuto.load(where, step=step, key=key).state["table"]
+    (found,) = where.glob(f"runs/main/a0002/step-*{step}")
+    assert table.any() and not any(table[:1].tobytes() in file.read_bytes() for file in found.iterdir())
+
+
 def test_a_key_that_was_rotated_since_opens_it(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trained(where, kill=27).killed
     monkeypatch.setenv("TENUTO_KEY_FILE", str(where.parent / "key"))

@@ -12,6 +12,7 @@ gathered without it.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,13 +29,14 @@ from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, fore
 from tenuto.engine.memory_tier.image_store import Image, check_image, open_image
 from tenuto.engine.memory_tier.listing import remove_image, sealed_of
 from tenuto.engine.memory_tier.memory_restore import judged
+from tenuto.engine.memory_tier.seal import Seal
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.rank_group import RESTORE_TIMES, RankGroup
 from tenuto.engine.staging import slots
 from tenuto.engine.staging.slots import Slot, parse_name
 from tenuto.errors import CheckpointNotFound, CorruptionError, Superseded, TenutoError, in_words
-from tenuto.maintenance.save_images import RankPart, part_of, save_parts
+from tenuto.maintenance.save_images import RankPart, marks_of, part_of, save_parts
 from tenuto.model import canonical_json
 from tenuto.model.exactness import judged as judged_certificate
 from tenuto.model.ids import CheckpointId
@@ -50,6 +52,7 @@ from tenuto.sharding.holdings import rank_names
 from tenuto.state.contract import Flattened
 from tenuto.state.numpy_arrays import HOST
 from tenuto.state.tree import OWN, items, leaf_paths
+from tenuto.units import seconds, size
 
 Report = Callable[[str], None]
 
@@ -70,6 +73,11 @@ class Gathering:
     @property
     def lost(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank not in self.images]
+
+    def has(self, seal: Seal, rank: int) -> bool:
+        """Returns whether this is the seal of an image of it, that of `rank`."""
+        holder = (seal.holder.attempt, seal.holder.claim)
+        return (seal.save_id, seal.rank) == (self.save_id, rank) and holder in self.holders
 
     @property
     def words(self) -> str:
@@ -130,6 +138,7 @@ class MemoryGathering:
         `options`: of the claim. Raises RunInUse where the run has a live owner, errors of the store, and what waits for
         ranks raise.
         """
+        self._agreement.report("looking for what lies in memory on other nodes")
         self._tier.await_slots()
 
         def choose(found: Sequence[Json]) -> Json:
@@ -219,10 +228,11 @@ class MemoryGathering:
                 stack.callback(file.leave)
                 with file.descriptor() as descriptor:
                     image = open_image(descriptor, file.name, chunk_bytes=self._repo.chunk_bytes, keys=self._repo.keys)
-            if image is None or (image.footer.save_id, image.footer.rank) != (gathering.save_id, rank):
+            if image is not None:
+                stack.callback(image.close)
+            if image is None or not gathering.has(image.footer, rank):
                 raise CorruptionError(f"{name} in memory has changed", subject=name)
             opened[rank] = image
-            stack.callback(image.close)
             check_image(image, image.repo.index(image.manifest(), rank))
 
     def _facts(self, gathering: Gathering, image: Image) -> dict[str, Json]:
@@ -235,12 +245,12 @@ class MemoryGathering:
         wanted, known = leaf_paths(self._repo.manifest(gathering.base).tree), set(leaf_paths(manifest.tree))
         more = known.difference(wanted)
         why = f"{min(more)} is in no checkpoint yet: what else a lost rank had is not known" if more else ""
-        private = image.repo.index(manifest, image.footer.rank).private
+        index = image.repo.index(manifest, image.footer.rank)
         there = np.array([path in known for path in wanted], bool)
         return {
             "leaves": np.packbits(there).tobytes().hex(),
-            "marks": dict(part_of(image).about.marks),
-            "why": why_irreplaceable(manifest, private) or why,
+            "marks": dict(marks_of(image, manifest, index)),
+            "why": why_irreplaceable(manifest, index.private) or why,
         }
 
     def _decided(
@@ -276,6 +286,7 @@ class MemoryGathering:
         self, gathering: Gathering, attempt: Attempt, opened: Mapping[int, Image], alike: Sequence[str]
     ) -> CheckpointId | None:
         """Saves this rank's parts. Returns None, on all ranks, where some rank could not save its own."""
+        began_s = time.monotonic()
         own: dict[str, Json] = {"id": None, "why": ""}
         try:
             parts = {rank: part_of(image) for rank, image in opened.items()}
@@ -299,7 +310,8 @@ class MemoryGathering:
             self._report(f"{gathering.words}, and is passed over: {answer['why']}")
             return None
         id = _read_id(answer["id"])
-        self._report(f"{gathering.words}: saved as {id}, which all resume from{_loss(gathering)}")
+        took = f"{size(self._repo.manifest(id).bytes)} in {seconds(time.monotonic() - began_s)}"
+        self._report(f"{gathering.words}: saved as {id} ({took}), which all resume from{_loss(gathering)}")
         return id
 
 

@@ -50,8 +50,15 @@ def part_of(image: Image) -> RankPart:
     CorruptionError where the state of its random generators is damaged."""
     manifest = image.manifest()
     index = image.repo.index(manifest, image.footer.rank)
-    found = marks(random_state(image, manifest, index)) if image.footer.ranks > 1 else {}
-    return RankPart(flattened_of(image, manifest, index), details_of(manifest, found), manifest.id.step)
+    about = ManifestDetails(
+        parent=manifest.parent,
+        metrics=manifest.metrics,
+        progress=manifest.progress,
+        environment=manifest.environment,
+        certificate=manifest.certificate,
+        marks=marks_of(image, manifest, index) if image.footer.ranks > 1 else {},
+    )
+    return RankPart(_flattened(image, manifest, index), about, manifest.id.step)
 
 
 def save_images(repo: Repo, attempt: Attempt, images: Sequence[Image]) -> CheckpointId:
@@ -105,20 +112,8 @@ def _save_part(repo: Repo, attempt: Attempt, part: RankPart, protocol: CommitPro
         saver.close()
 
 
-def details_of(manifest: Manifest, marks: Mapping[str, str] | None = None) -> ManifestDetails:
-    """Returns what another manifest says of the same state."""
-    return ManifestDetails(
-        parent=manifest.parent,
-        metrics=manifest.metrics,
-        progress=manifest.progress,
-        environment=manifest.environment,
-        certificate=manifest.certificate,
-        marks=marks or {},
-    )
-
-
-def random_state(image: Image, manifest: Manifest, index: Index) -> Mapping[str, Any]:
-    """Returns the random state of the rank that sealed an image; empty where it has none. CorruptionError."""
+def marks_of(image: Image, manifest: Manifest, index: Index) -> dict[str, str]:
+    """Returns the marks (`rng.marks`) of the random generators of the rank that sealed an image. CorruptionError."""
     found: dict[str, Any] = {"random": {}}
     specs = leaf_shapes(manifest.tree, index)
     prepared = match_state(manifest.tree, index.private, specs, {}, private_into=found)
@@ -126,11 +121,10 @@ def random_state(image: Image, manifest: Manifest, index: Index) -> Mapping[str,
     rows = {leaf: row for row, leaf in enumerate(leaves) if leaf >= specs.shared}
     read_leaves(image.repo, manifest, index, [(rows[leaf], sink) for leaf, sink in prepared.wants])
     prepared.apply()
-    state: Mapping[str, Any] = found["random"]
-    return state
+    return marks(found["random"])
 
 
-def flattened_of(image: Image, manifest: Manifest, index: Index) -> Flattened:
+def _flattened(image: Image, manifest: Manifest, index: Index) -> Flattened:
     """Returns an image's leaves as they were flattened, with their bytes in place."""
     views = []
     for pack in index.packs:
