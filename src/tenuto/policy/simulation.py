@@ -30,6 +30,7 @@ class Job:
     optimum. restart_s: from a failure to where training continues from the store.
     memory_s: work between states kept in memory, None without. memory_stall_s: what one costs. memory_restart_s: from a
     failure to where training continues from memory. node_share: of failures that take a node's memory with them.
+    replicas: whether other nodes have in memory what a lost one had: the restart saves it, and resumes from it.
     predictor: raises alarms before failures, and false ones; they are heeded if they are worth it.
     """
 
@@ -43,11 +44,12 @@ class Job:
     memory_stall_s: float = 0.0
     memory_restart_s: float = 0.0
     node_share: float = 0.25
+    replicas: bool = False
     predictor: Predictor | None = None
 
     @property
     def between_saves_s(self) -> float:
-        """Work between two saves to the store. With states in memory only lost nodes need one."""
+        """Work between two saves to the store. With states in memory only lost nodes without replicas need one."""
         return self._plan.work_s
 
     @property
@@ -57,7 +59,8 @@ class Job:
 
     @property
     def _plan(self) -> Plan:
-        share = 1.0 if self.memory_s is None else max(self.node_share, LEAST_NODE_SHARE)
+        lost = 0.0 if self.replicas else self.node_share
+        share = 1.0 if self.memory_s is None else max(lost, LEAST_NODE_SHARE)
         if self.predictor is None:
             return Plan(self.save_s or interval(self.costs, self.mtbf_s / share), 0.0, 0.0, False)
         return plan(self.costs, self.mtbf_s / share, self.predictor, self.save_s)
@@ -108,10 +111,14 @@ def simulate(job: Job, seed: int = 0, *, most_failures: int = 1_000_000) -> Outc
                 elapsed, job.work_s, saving, lost, down, failures, from_memory, way.usual.between_s, heeded
             )  # fmt: skip
         with_node = job.memory_s is None or source.random() < job.node_share
-        kept = stored if with_node else max(stored, way.usual.in_memory(done, reached))
+        gathered = with_node and job.memory_s is not None and job.replicas
+        kept = stored if with_node and not gathered else max(stored, way.usual.in_memory(done, reached))
         pause_s = job.restart_s if with_node else job.memory_restart_s
+        if gathered:
+            pause_s += job.costs.persist_s
+            stored = kept
         failures += 1
-        from_memory += not with_node
+        from_memory += gathered or not with_node
         while failures < most_failures and (again_s := source.weibullvariate(scale, job.shape)) < pause_s:
             down, elapsed, failures = down + again_s, elapsed + again_s, failures + 1  # it fails while it comes back
         if failures >= most_failures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -46,26 +47,34 @@ def step_by_step(job: Job, seed: int) -> float:
         else:
             return elapsed + now
         stored = max([stored, *(step for ready, step in pending if ready <= fails)])
-        memory = job.memory_s is not None and source.random() >= job.node_share
-        pause = job.memory_restart_s if memory else job.restart_s
+        lost = job.memory_s is None or source.random() < job.node_share
+        memory = job.memory_s is not None and (job.replicas or not lost)
+        pause = (job.restart_s + memory * job.costs.persist_s) if lost else job.memory_restart_s
         while (again := source.weibullvariate(scale, job.shape)) < pause:
             elapsed += again
         elapsed += fails + pause
         done = max(stored, sealed) if memory else stored
+        if lost and memory:
+            stored = done
 
 
 @settings(max_examples=60)
 @given(
     st.integers(0, 1000), st.integers(5, 200), st.integers(0, 3), st.integers(0, 30), st.sampled_from([0.7, 1.0]),
-    st.sampled_from([None, 1, 4, 7]), st.sampled_from([0.0, 0.25, 1.0]),
+    st.sampled_from([None, 1, 4, 7]), st.sampled_from([0.0, 0.25, 1.0]), st.booleans(),
 )  # fmt: skip
 def test_it_is_the_training_second_by_second(
-    seed: int, save_s: int, stall_s: int, persist_s: int, shape: float, memory_s: int | None, node_share: float
+    seed: int,
+    save_s: int,
+    stall_s: int,
+    persist_s: int,
+    shape: float,
+    memory_s: int | None,
+    node_share: float,
+    replicas: bool,
 ) -> None:
-    costs = SaveCosts(stall_s, persist_s)
-    job = Job(
-        1500, 300, costs, 7, save_s=save_s, shape=shape, memory_s=memory_s, memory_restart_s=2, node_share=node_share
-    )
+    memory = {"memory_s": memory_s, "memory_restart_s": 2, "node_share": node_share, "replicas": replicas}
+    job = Job(1500, 300, SaveCosts(stall_s, persist_s), 7, save_s=save_s, shape=shape, **memory)
     assert simulate(job, seed).elapsed_s == pytest.approx(step_by_step(job, seed), abs=1e-6)
 
 
@@ -89,6 +98,8 @@ def test_published_settings_reach_what_is_aimed_at() -> None:
     assert simulate(llama3, 0).ettr >= 0.985
     every_ten_minutes = Job(10 * DAY, 600, SaveCosts(0.2, 10), 60, memory_s=5, memory_restart_s=5, node_share=0)
     assert simulate(every_ten_minutes, 0).ettr >= 0.97
+    with_nodes = replace(every_ten_minutes, node_share=0.1, replicas=True)
+    assert simulate(with_nodes, 0).ettr >= max(0.97, simulate(replace(with_nodes, replicas=False), 0).ettr + 0.004)
 
 
 def test_a_job_that_never_ends_and_numbers_that_make_no_sense_are_refused() -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54",
     "tenuto simulate --mtbf 10m --memory 10s --memory-restart 5s --days 3",
+    "tenuto simulate --mtbf 10m --memory 5s --node-share 0.1 --replicas --days 3",
     "tenuto simulate --stall 2m --mtbf 12h --predictor 0.8,0.6,5m",
     "tenuto simulate --mtbf 6h --plot costs.svg",
 )
@@ -40,6 +41,7 @@ def simulate(
     memory_stall: Annotated[str, typer.Option(metavar="TIME", help="What one of them costs.")] = "0s",
     memory_restart: Annotated[str, typer.Option(metavar="TIME", help="From there.")] = "5s",
     node_share: Annotated[float, typer.Option(metavar="SHARE", help="Of failures that lose a node.")] = 0.25,
+    replicas: Annotated[bool, typer.Option("--replicas", help="Others have in memory what it had.")] = False,
     predictor: Annotated[str, typer.Option(metavar="P,R,TIME", help="Of failures: precision, recall, lead.")] = "",
     shape: Annotated[float, typer.Option(metavar="K", help="Weibull shape of failures.")] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="For the times of failures.")] = 0,
@@ -73,6 +75,7 @@ def simulate(
         memory_stall_s=time_of(memory_stall, "--memory-stall"),
         memory_restart_s=time_of(memory_restart, "--memory-restart"),
         node_share=node_share,
+        replicas=replicas,
         predictor=_predictor(predictor) if predictor else None,
     )
     found = simulated(job, seed)
