@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples(
     "tenuto simulate --gpus 16384 --mtbf 3.09h --days 54",
-    "tenuto simulate --mtbf 10m --memory 10s --memory-restart 5s --days 3",
-    "tenuto simulate --mtbf 10m --memory 5s --node-share 0.1 --replicas --days 3",
+    "tenuto simulate --mtbf 10m --memory 5s --replicas --days 3",
     "tenuto simulate --stall 2m --mtbf 12h --predictor 0.8,0.6,5m",
     "tenuto simulate --mtbf 6h --plot costs.svg",
 )
