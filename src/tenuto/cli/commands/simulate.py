@@ -24,22 +24,22 @@ EXAMPLES = examples(
 )
 
 _SAVE = "A save blocks training (0.2s); is durable (10s)."
-_MEMORY = "One costs (0s); a restart from there (5s)."
+_WORK = "Of useful work (30); for hours of all of them (1)."
 
 
 def simulate(
     *,
     mtbf: Annotated[str, typer.Option(metavar="TIME", help="Between failures.")] = "3.09h",
-    days: Annotated[float, typer.Option(metavar="N", help="Of useful work.")] = 30.0,
-    gpus: Annotated[int, typer.Option(metavar="N", help="For what it comes to in their hours.")] = 1,
+    days: Annotated[float, typer.Option(metavar="N", help=_WORK, show_default=False)] = 30.0,
+    gpus: Annotated[int, typer.Option(metavar="N", help=_WORK, show_default=False)] = 1,
     stall: Annotated[str, typer.Option(metavar="TIME", help=_SAVE, show_default=False)] = "0.2s",
     persist: Annotated[str, typer.Option(metavar="TIME", help=_SAVE, show_default=False)] = "10s",
     slowdown: Annotated[float, typer.Option(metavar="SHARE", help="Of training meanwhile.")] = 0.0,
     restart: Annotated[str, typer.Option(metavar="TIME", help="From a failure to the next step.")] = "60s",
     save: Annotated[str, typer.Option(metavar="TIME", help="Between saves; else the optimum.")] = "",
     memory: Annotated[str, typer.Option(metavar="TIME", help="Between states kept in memory.")] = "",
-    memory_stall: Annotated[str, typer.Option(metavar="TIME", help=_MEMORY, show_default=False)] = "0s",
-    memory_restart: Annotated[str, typer.Option(metavar="TIME", help=_MEMORY, show_default=False)] = "5s",
+    memory_stall: Annotated[str, typer.Option(metavar="TIME", help="What one of them costs.")] = "0s",
+    memory_restart: Annotated[str, typer.Option(metavar="TIME", help="From there.")] = "5s",
     node_share: Annotated[float, typer.Option(metavar="SHARE", help="Of failures that lose a node.")] = 0.25,
     replicas: Annotated[bool, typer.Option("--replicas", help="Others have in memory what it had.")] = False,
     predictor: Annotated[str, typer.Option(metavar="P,R,TIME", help="Of failures: precision, recall, lead.")] = "",
