@@ -4,6 +4,7 @@ lost. As real processes, each node with a shared memory of its own."""
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ import pytest
 import tenuto
 from support.memory_ranks import ROWS, WIDTH, Ends, Layout, live, untouched
 from support.memory_training import Life, shared_memory
+from support.thinning import thinned
 from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.staging import slots
 from tenuto.maintenance.verify import assert_whole
@@ -72,7 +74,7 @@ def said(job: list[Life], text: str) -> bool:
 def right(layout: Layout, *jobs: list[Life]) -> None:
     """Every step of every rank has the state of an untouched training of as many ranks."""
     for job in jobs:
-        expected = untouched(len(job), layout=layout)
+        expected = untouched(len(job), 60, layout)
         for rank, life in enumerate(job):
             assert life.digests == {step: expected[rank][step] for step in life.digests}, f"rank {rank}"
 
@@ -202,3 +204,49 @@ def test_killed_while_it_gathers_nothing_is_lost(where: Path, nodes: list[Path],
     last = live(where, roots=moved)
     assert began(last) == [(0, 13)] * 2
     right(Layout(), first, last)
+
+
+POINTS = [
+    "memory image captured, not sealed",
+    "memory image sealed",
+    "claimed, memory image not yet resealed",
+    "what is in memory told, choice not yet heard",
+    "images to be gathered are open, run not yet claimed",
+    "gathered state committed, still in memory",
+    "attempt claimed",
+    "parts put and told, manifest not yet",
+    "commit heard, not yet reported",
+    "part restored, not yet voted for",
+]
+
+
+@pytest.mark.parametrize("seed", thinned(range(40), 40))
+def test_whatever_number_starts_on_whatever_nodes_is_right_and_goes_back_behind_no_checkpoint(
+    where: Path, nodes: list[Path], seed: int
+) -> None:
+    """Killed anywhere, with other numbers of ranks, on other nodes, some of which are lost: each state of each rank is
+    what it has to be, and what its generator draws is as well."""
+    chance = random.Random(seed)
+    layout = chance.choice([ALIKE, Layout(own=False, alike=True)])
+    rounds, each = 7, 8
+    (whole,) = live(where.parent / "whole", 1, layout=layout, roots=nodes[3:], steps=rounds * each)
+    durable = -1
+    for number in range(rounds):
+        ranks = chance.randint(1, 4)
+        roots = [nodes[chance.randrange(3)] for _ in range(ranks)]
+        if chance.random() < 0.4:
+            for path in nodes[chance.randrange(3)].rglob("*"):
+                path.unlink(missing_ok=True) if path.is_file() else None
+        end = Ends(at=chance.choice(POINTS), count=chance.choice([1, 1, 2, 5, 9]))
+        if chance.random() < 0.6:
+            end = Ends(step=number * each + chance.randrange(1, each))
+        ends = {} if number == rounds - 1 else {chance.randrange(ranks): end}
+        job = live(where, ranks, layout=layout, roots=roots, ends=ends, steps=(number + 1) * each)
+        begun = [life for life in job if life.digests]
+        assert len({life.began for life in begun}) <= 1 and all(life.began >= durable for life in begun)
+        right(layout, job)
+        for life in begun:
+            assert life.drawn == {step: whole.drawn[step] for step in life.drawn}
+        if where.exists():
+            durable = max((one.step for one in tenuto.Repository(where).checkpoints()), default=-1)
+    assert durable == rounds * each

@@ -410,8 +410,9 @@ def judge_loss(gathering: Gathering, base: Manifest, facts: Sequence[Any]) -> tu
     missing = np.flatnonzero(~there[: len(paths)])
     if len(missing):
         return f"{paths[missing[0]]} was in the memory of {rank_names(gathering.lost)} alone", []
-    progress, marks = base.progress, [fact["marks"] for fact in facts]
-    alike = progress.get("alike", []) if progress.get("ranks") == gathering.ranks else []
+    marks: list[Mapping[str, str]] = [fact["marks"] for fact in facts]
+    # Whatever number of ranks has resumed from the base: what was alike has stayed so, and is where one saved it.
+    alike = base.progress.get("alike", []) if base.progress.get("ranks", 1) != 1 else sorted(marks[0])
     return "", [str(name) for name in alike if len({one.get(name) for one in marks}) == 1]
 
 
