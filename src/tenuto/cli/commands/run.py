@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tenuto.supervisor.decide import Kind, Limits
     from tenuto.supervisor.detectors.contract import Name
     from tenuto.supervisor.journal import Journal
+    from tenuto.supervisor.nodes import Nodes
     from tenuto.supervisor.risk.predict import RiskPredictor
     from tenuto.supervisor.strategies import Recovery, Rules
     from tenuto.supervisor.supervise import Account, Watch
@@ -33,6 +34,7 @@ EXAMPLES = examples(
 )
 _ENDS = "Ends in an hour (12), in a row in vain (3)."
 _LEAVING = "To leave in (60s); after which it is asked to."
+_MEETING = "For all nodes to come (10m); for one to be silent (30s)."
 _FILES = "For what happens, and what is read of the machine."
 REPLAYED = 50_000
 """Samples of a recording, the newest ones, that are looked at to know how good a predictor was: a second at most."""
@@ -61,6 +63,13 @@ def run(
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING, show_default=False)] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING)] = "",
+    nodes: Annotated[str, typer.Option(metavar="N", help="Nodes of the job; `auto`: as the scheduler says.")] = "",
+    node_rank: Annotated[
+        int | None, typer.Option(metavar="N", help="This node's number, from 0; else as the scheduler says.")
+    ] = None,
+    meet: Annotated[str, typer.Option(metavar="DIR", help="Shared by all nodes: there they agree.")] = "",
+    meet_within: Annotated[str, typer.Option(metavar="TIME", help=_MEETING, show_default=False)] = "10m",
+    patience: Annotated[str, typer.Option(metavar="TIME", help=_MEETING, show_default=False)] = "30s",
     emergency: Annotated[
         list[str] | None,
         typer.Option("--emergency", metavar="WHERE", help="Takes the last state if its store does not."),
@@ -80,6 +89,7 @@ def run(
     """
     from tenuto.model.sizes import parse_time
     from tenuto.supervisor.decide import Limits
+    from tenuto.supervisor.nodes import nodes_of
     from tenuto.supervisor.supervise import Watch, summary
 
     for name, value in (("--restarts", restarts), ("--per-hour", per_hour), ("--in-vain", in_vain)):
@@ -106,7 +116,11 @@ def run(
         recovery=said.recovery(sizes_of(ranks, command)),
         notify=said.notify,
         watching=said.watching,
-    )
+        nodes=nodes_of(
+            nodes, node_rank, meet, _line,
+            first_s=parse_time(meet_within, "--meet-within"), patience_s=parse_time(patience, "--patience"),
+        ),
+    )  # fmt: skip
     if json:
         output.document("run", document_of(account))
     elif account.restarts or account.status:
@@ -279,6 +293,7 @@ def supervised(
     injector: Injector | None = None,
     watching: Callable[[Journal], Watching] | None = None,
     emergency: Sequence[str] = (),
+    nodes: Nodes | None = None,
 ) -> Account:
     """Runs a command to its end, with a line on stderr for what happens. `emergency`: places for what trains there,
     where its script names none. Raises UsageError where it cannot be run."""
@@ -295,7 +310,7 @@ def supervised(
     noted = Journal(path, _line)
     supervisor = Supervisor(
         command, limits, watch, noted, _line, at_end=at_end, quiet_stdout=json, injector=injector,
-        recovery=recovery or Recovery(), environment=environment,
+        recovery=recovery or Recovery(), environment=environment, nodes=nodes,
     )  # fmt: skip
     supervisor.watching = watching(noted) if watching is not None else None
     notifier: Notifier | None = None
@@ -313,6 +328,8 @@ def supervised(
     finally:
         if supervisor.watching is not None:
             supervisor.watching.close()
+        if nodes is not None:
+            nodes.close()
         if notifier is not None:
             notifier.close()
 

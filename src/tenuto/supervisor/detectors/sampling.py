@@ -45,10 +45,9 @@ class SamplingProcess:
 
     def take(self) -> list[Sample]:
         """Returns the samples that have come since the last call. Does not wait."""
-        if self._process.ended:
-            return []
+        running = not self._process.ended
         lines = self._process.lines()
-        if self._process.ended:
+        if running and self._process.ended:
             self._report("the machine is not watched any more: the process that samples it has ended")
         return self._samples(lines)
 

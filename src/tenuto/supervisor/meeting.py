@@ -1,0 +1,240 @@
+"""The process through which the supervisors of a job meet, one on each node, in a directory that all nodes share.
+
+In `ranks` each node is a rank. Each start of the training has a session of its own, which only live processes can join:
+what an earlier job or a killed supervisor has left in the directory is in nobody's way. There all nodes say how their
+last start has ended, the first node says what follows, and then a round lasts as long as the training: until it has
+finished on all nodes, or has ended otherwise on one of them, or a node is lost.
+
+A directory that does not answer holds up this process, and never the supervisor or the training. It ends with the pipe
+to it, and then tells the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Final, Literal
+
+from tenuto.errors import RankFailed, RanksError, RankStoreLost
+from tenuto.ranks.agreement import Agreement
+from tenuto.ranks.contract import KVStore, Settings
+from tenuto.ranks.kv.shared_files import SharedFiles, SharedFilesKVStore
+from tenuto.ranks.round import Round
+from tenuto.ranks.session import decode
+from tenuto.record import record
+from tenuto.supervisor.decide import Kind
+from tenuto.supervisor.helper_process import HelperProcess
+
+What = Literal["finished", "ended", "leave", "lost"]
+FINISHED: Final[Kind] = "finished"
+LEFT: Final[Kind] = "asked to leave"
+_UNTIL_LOST_S: Final = 10 * 365 * 86400.0
+"""As long as it takes: what ends such a wait early is the loss of a node, or of the directory."""
+_ANSWER_S: Final = 10.0
+_CLOSE_S: Final = 5.0
+
+
+@record
+class Outcome:
+    """How a start has ended, for all nodes alike. what: "finished" on all; "ended" on one, or is to "leave" there; or
+    "lost", a node or the directory. `nodes`: those concerned, none where it is the directory. `evidence`: in words."""
+
+    what: What
+    nodes: tuple[int, ...]
+    evidence: str
+
+
+@record
+class Answer:
+    """What has come of a meeting. `brought`: by each node, on the first one, which then has to `decide`. `verdict`:
+    what it has decided. `error`: why there is no meeting; of which class, `kind`; and of which `nodes`."""
+
+    brought: Sequence[Mapping[str, Any]] = ()
+    verdict: Mapping[str, Any] | None = None
+    error: str = ""
+    kind: str = ""
+    nodes: tuple[int, ...] = ()
+
+
+class Meeting:
+    """The supervisor's side; it waits for nothing."""
+
+    def __init__(self, directory: Path, node: int, nodes: int, patience_s: float) -> None:
+        """patience_s: how long a node, or the directory, may give no sign of life."""
+        self._arguments = (str(directory), str(node), str(nodes), str(patience_s))
+        self._process = HelperProcess(__name__, *self._arguments)
+        self._answers: list[Answer] = []
+        self._outcomes: list[Outcome] = []
+
+    def begin(self, brought: Mapping[str, Any], within_s: float) -> None:
+        """Has it meet the others before the next start. `answer` gives what comes of it."""
+        if self._process.ended:
+            self._process = HelperProcess(__name__, *self._arguments)
+        self._answers, self._outcomes = [], []
+        self._process.put({"begin": brought, "within_s": within_s})
+
+    def decide(self, verdict: Mapping[str, Any]) -> None:
+        """Tells all nodes what follows; the first node does."""
+        self._process.put({"verdict": verdict})
+
+    def say(self, kind: Kind, evidence: str) -> None:
+        """Tells the others how the training here has ended, or that it is asked to leave."""
+        self._process.put({"kind": kind, "evidence": evidence})
+
+    def answer(self) -> Answer | None:
+        self._read()
+        return self._answers.pop(0) if self._answers else None
+
+    def outcome(self) -> Outcome | None:
+        """Returns how this start has ended; None while no node has said so."""
+        self._read()
+        return self._outcomes[0] if self._outcomes else None
+
+    def close(self) -> None:
+        """Leaves the others, who lose this node if they still wait for it. May be called again."""
+        self._process.close(_CLOSE_S)
+
+    def _read(self) -> None:
+        for line in self._process.lines():
+            with contextlib.suppress(ValueError):  # what its interpreter prints is no reason to end the supervisor
+                name, values = json.loads(line)
+                if name == "outcome":
+                    self._outcomes.append(Outcome(values["what"], tuple(values["nodes"]), values["evidence"]))
+                else:
+                    self._answers.append(Answer(**values))
+        if self._process.ended:
+            ended = "the process that meets the other nodes has ended"
+            self._outcomes.append(Outcome("lost", (), ended))
+            self._answers.append(Answer(error=ended))
+
+
+class _SlowStore(SharedFilesKVStore):
+    """Looked at twice a second: it is looked at for days."""
+
+    longest_pause_s: Final = 0.5  # type: ignore[misc]
+
+
+@record
+class _Nodes(SharedFiles):
+    def kv_store(self) -> KVStore:
+        return _SlowStore(Path(self.directory))
+
+
+class MeetingProcess:
+    """The process itself."""
+
+    def __init__(self, ranks: SharedFiles, patience_s: float, out: int) -> None:
+        """`out`: a descriptor, of a pipe."""
+        self._ranks = ranks
+        self._settings = Settings(dead_after_s=patience_s, answer_s=min(_ANSWER_S, patience_s))
+        self._out = out
+        self._verdicts: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._agreement: Agreement | None = None
+        self._start: Round | None = None
+        """The round that lasts as long as the training."""
+
+    def run(self, requests: IO[str]) -> None:
+        """Does what each line asks for, until `requests` ends."""
+        for line in requests:
+            request = json.loads(line)
+            if "begin" in request:
+                self._leave()
+                wanted = request["begin"], request["within_s"]
+                threading.Thread(target=self._meet, args=wanted, name="meeting", daemon=True).start()
+            elif "verdict" in request:
+                self._verdicts.put(request["verdict"])
+            else:
+                self._tell(request)
+        self._leave()
+
+    def _leave(self) -> None:
+        agreement, self._agreement, self._start = self._agreement, None, None
+        if agreement is not None:
+            agreement.close("its supervisor has ended")
+
+    def _meet(self, brought: Mapping[str, Any], within_s: float) -> None:
+        """Meets the others, and then waits for the end of the start."""
+        try:
+            agreement = self._agreement = Agreement.open(self._ranks, {}, within_s, self._settings)
+            meeting = agreement.round("meeting")
+            meeting.send(json.dumps(brought).encode(), again=True)
+            if agreement.is_coordinator:
+                brought_by_all = [json.loads(one) for one in meeting.gather(within_s)]
+                self._write("answer", asdict(Answer(brought=brought_by_all)))
+                meeting.broadcast(json.dumps(self._verdicts.get()).encode())
+            verdict = json.loads(meeting.receive(_UNTIL_LOST_S))
+            start = self._start = agreement.round("start")
+            self._write("answer", asdict(Answer(verdict=verdict)))
+        except RanksError as error:
+            self._write("answer", asdict(Answer(error=error.message, kind=type(error).__name__, nodes=error.ranks)))
+            return
+        if verdict["restart"]:
+            self._write("outcome", asdict(self._outcome(agreement, start)))
+
+    def _outcome(self, agreement: Agreement, start: Round) -> Outcome:
+        try:
+            if agreement.is_coordinator:
+                start.gather(_UNTIL_LOST_S)
+                start.broadcast(b"")
+            start.receive(_UNTIL_LOST_S)
+        except RankStoreLost as error:
+            return Outcome("lost", (), error.message)
+        except RanksError as error:
+            left = isinstance(error, RankFailed)
+            said = self._said(agreement, start, error.ranks[0]) if left else None
+            if said is None or said["kind"] == FINISHED:
+                silent = f"no sign of life for {self._settings.dead_after_s:g} s"
+                return Outcome("lost", error.ranks, "its supervisor has ended" if left else silent)
+            what: What = "leave" if said["kind"] == LEFT else "ended"
+            return Outcome(what, error.ranks, f"{said['kind']} ({said['evidence']})")
+        return Outcome("finished", (), "status 0")
+
+    def _said(self, agreement: Agreement, start: Round, node: int) -> Mapping[str, Any] | None:
+        """Returns what a node said of its end; None if it left without a word."""
+        session, key = agreement.session, start.message_key(node)
+        try:
+            raw = session.ask(lambda timeout: session.kv_store.get(key, timeout=timeout), start.phase)
+            return None if raw is None else dict(json.loads(decode(raw, session.id, start.name, node).data))
+        except RanksError:
+            return None
+
+    def _tell(self, said: Mapping[str, Any]) -> None:
+        """Tells the others how the training here ends: in vain only once the directory counts as lost."""
+        agreement, start = self._agreement, self._start
+        while agreement is not None and start is not None and not agreement.session.kv_store.lost:
+            try:
+                start.send(json.dumps(said).encode(), again=True)
+                if said["kind"] != FINISHED:
+                    start.fail(said["evidence"])
+                return start.check()
+            except RankStoreLost:
+                continue
+            except RanksError:
+                return None  # it has failed: by what is said here, or by what another node has said before
+        return None
+
+    def _write(self, name: str, values: Mapping[str, Any]) -> None:
+        data = json.dumps([name, values]).encode() + b"\n"
+        with contextlib.suppress(OSError):  # the supervisor has ended, and with it what `run` reads
+            while data:
+                data = data[os.write(self._out, data) :]
+
+
+def main(directory: str, node: str, nodes: str, patience: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler signals all processes: this one ends after its supervisor
+    ranks = _Nodes(Path(directory) / "supervisors", int(node), int(nodes))
+    MeetingProcess(ranks, float(patience), sys.stdout.fileno()).run(sys.stdin)
+    os._exit(0)  # whatever a thread waits for
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,262 @@
+"""The supervisors of one job, one on each node: they start, end and give up its training together.
+
+Each brings to their meeting how the last start has ended on its node. The first node takes the one that says most,
+decides as a supervisor alone would, and does once what the next start needs; all others are told. Every node keeps what
+was decided so far, so that one whose supervisor is started again, the first one too, learns it from the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from tenuto.errors import RankFailed, RanksDisagree, RanksError, RanksMissing, UsageError
+from tenuto.ranks.handshake import PHASE
+from tenuto.supervisor.decide import Decision, Ending
+from tenuto.supervisor.meeting import FINISHED, LEFT, Answer, Meeting, Outcome
+from tenuto.supervisor.process_tree import KILLED_S
+from tenuto.supervisor.strategies import Recovery
+from tenuto.telemetry.last_words import LastWords
+from tenuto.units import seconds
+
+OTHERS_GRACE_S: Final = 3.0
+"""For a training that has lost another node: what it could still save needs that node, and what is sealed in memory
+stays there."""
+LEAVE_S: Final = 3.0
+"""How long one that was asked to leave waits until the others know it."""
+POLL_S: Final = 0.1
+STATUS_LOST: Final = 1
+"""The status of a node whose own training has finished, where that of another has not."""
+_AUTO: Final = "auto"
+_NODES: Final = ("SLURM_NNODES", "PET_NNODES")
+_NODE_RANK: Final = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "PET_NODE_RANK")
+"""What schedulers tell each task: Slurm, an indexed Job of Kubernetes, and Kubeflow."""
+
+
+@dataclass
+class Course:
+    """What has become of a supervised training so far: of all nodes, if it has several. endings: of its starts, the
+    oldest first. reached: the highest step. recovery: what the next start is given."""
+
+    recovery: Recovery
+    endings: list[Ending] = field(default_factory=list)
+    reached: int = 0
+
+    def encode(self) -> dict[str, Any]:
+        """Returns it for other nodes, whose clocks are others: times as ages."""
+        endings = [encoded(one) for one in self.endings]
+        return {"endings": endings, "reached": self.reached, "recovery": self.recovery.state()}
+
+    def adopt(self, values: Mapping[str, Any]) -> None:
+        """Takes what another node has encoded, in place of its own."""
+        self.endings[:] = map(decoded, values["endings"])
+        self.reached = max(self.reached, values["reached"])
+        self.recovery.adopt(values["recovery"])
+
+
+def encoded(ending: Ending) -> dict[str, Any]:
+    now_s = time.monotonic()
+    return {**asdict(ending), "began_s": now_s - ending.began_s, "ended_s": now_s - ending.ended_s}
+
+
+def decoded(values: Mapping[str, Any]) -> Ending:
+    now_s, words = time.monotonic(), values["words"]
+    times = {name: now_s - values[name] for name in ("began_s", "ended_s")}
+    said = None if words is None else LastWords(**{**words, "errors": tuple(words["errors"])})
+    return Ending(**{**values, **times, "words": said})
+
+
+def decisive_of(endings: Mapping[int, Ending]) -> tuple[int, Ending]:
+    """Returns the node whose ending says most about why all have ended, and that ending: one that was asked to leave;
+    else one with a cause of its own, before an error, which may come of a connection to the one that has died, and
+    before a rank that says it has lost another. Of those that say as much, the shortest start: clocks of nodes are not
+    compared."""
+
+    def says(node: int) -> tuple[int, float, int]:
+        one = endings[node]
+        lost = one.words is not None and "RanksError" in one.words.errors
+        silent = one.kind in (FINISHED, "another node")
+        order = 0 if one.kind == LEFT else 4 if silent else 3 if lost else 2 if one.kind == "failed" else 1
+        return order, one.ended_s - one.began_s, node
+
+    node = min(endings, key=says)
+    return node, endings[node]
+
+
+@dataclass
+class Nodes:
+    """This supervisor among those of the other nodes. `report` gets each line for people."""
+
+    node: int
+    nodes: int
+    directory: Path
+    report: Callable[[str], None]
+    first_s: float = 600.0
+    """How long the nodes wait for each other at the first start."""
+    patience_s: float = 30.0
+    """How long a node, or the directory, may give no sign of life, and how long a node that was lost is waited for."""
+    _meeting: Meeting | None = None
+    _hosts: dict[int, str] = field(default_factory=dict)
+    _outcome: Outcome | None = None
+    _said: bool = False
+    """Whether the others were told of this start's end."""
+
+    @property
+    def meeting(self) -> Meeting:
+        if self._meeting is None:
+            self._meeting = Meeting(self.directory, self.node, self.nodes, self.patience_s)
+        return self._meeting
+
+    def name(self, nodes: Sequence[int]) -> str:
+        """Returns nodes in words: `node 2 (gpu-17)`."""
+        names = [f"node {node}" + (f" ({self._hosts[node]})" if node in self._hosts else "") for node in nodes[:8]]
+        return ", ".join([*names, *([f"{len(nodes) - 8} more"] if len(nodes) > 8 else [])])
+
+    # -- while the training runs
+
+    def heard(self) -> Outcome | None:
+        """Returns how this start has ended on another node; None where it has not."""
+        self._outcome = self._outcome or self.meeting.outcome()
+        return None if self._outcome is None or self.node in self._outcome.nodes else self._outcome
+
+    def words(self, outcome: Outcome) -> str:
+        """Returns why this start is to end."""
+        if outcome.what != "lost":
+            return f"{self.name(outcome.nodes)}: {outcome.evidence}"
+        lost = self.name(outcome.nodes) if outcome.nodes else f"{self.directory}, where the nodes meet,"
+        return f"{lost} is lost: {outcome.evidence}"
+
+    def leave(self, why: str) -> None:
+        """Tells the others that the training here is asked to leave: it is to end on all nodes."""
+        if not self._said:
+            self.meeting.say(LEFT, why)
+        self._said = True
+
+    # -- between two starts
+
+    def settle(self, own: Ending, *, asked: bool) -> Outcome | None:
+        """Tells the others how the training here has ended, and returns how this start has for all. Waits for that: for
+        long, where it has finished here alone. asked: whether it was asked to leave, and has to: None, where nobody
+        hears that."""
+        if not self._said and own.kind != "another node":
+            self.meeting.say(own.kind, own.evidence)
+        self._said = True
+        until_s = time.monotonic() + LEAVE_S
+        while self._outcome is None and not (asked and time.monotonic() > until_s):
+            self._outcome = self.meeting.outcome()
+            time.sleep(0 if self._outcome is not None else POLL_S)
+        return self._outcome
+
+    def meet(
+        self,
+        own: Ending | None,
+        course: Course,
+        decided: Callable[[], tuple[Decision, str]],
+        asked: Callable[[], bool] = lambda: False,
+    ) -> tuple[Decision, str] | None:
+        """Meets the others before a start, and returns what follows, and in words how; None once it is `asked` to
+        leave. own: how the last start has ended here; None before the first one. decided: what the first node decides
+        and does, once the ending that counts is the last one of the course. Raises RanksError."""
+        within_s = self.first_s if own is None else self.patience_s + OTHERS_GRACE_S + KILLED_S
+        brought = {
+            "host": socket.gethostname(), "start": len(course.endings) + 1, "course": course.encode(),
+            "ending": None if own is None else encoded(own),
+        }  # fmt: skip
+        self.meeting.begin(brought, within_s)
+        while not asked():
+            answer = self.meeting.answer()
+            if answer is None:
+                time.sleep(POLL_S)
+            elif answer.verdict is not None:
+                return self._take(answer.verdict, course)
+            elif answer.brought:
+                self.meeting.decide(self._verdict(answer.brought, course, decided))
+            else:
+                raise self._apart(answer, within_s)
+        return None
+
+    def _verdict(
+        self, brought: Sequence[Mapping[str, Any]], course: Course, decided: Callable[[], tuple[Decision, str]]
+    ) -> dict[str, Any]:
+        course.adopt(max((one["course"] for one in brought), key=lambda one: len(one["endings"])))
+        start = len(course.endings) + 1
+        ended = {
+            node: decoded(one["ending"])
+            for node, one in enumerate(brought)
+            if one["ending"] is not None and one["start"] == start
+        }
+        decision, how = Decision(True, ""), ""
+        if ended:
+            node, decisive = decisive_of(ended)
+            # Nobody says more than that another node is lost: its supervisor was started again, and knows of nothing.
+            lost = decisive.kind in (FINISHED, "another node")
+            course.endings.append(replace(decisive, kind="killed") if lost else decisive)
+            decision, how = decided()
+            decision = decision if lost else replace(decision, reason=f"node {node}: {decision.reason}")
+        hosts = [str(one["host"]) for one in brought]
+        return {**asdict(decision), "how": how, "hosts": hosts, "course": course.encode()}
+
+    def _take(self, verdict: Mapping[str, Any], course: Course) -> tuple[Decision, str]:
+        self._outcome, self._said = None, False
+        self._hosts = dict(enumerate(verdict["hosts"]))
+        course.adopt(verdict["course"])
+        return Decision(verdict["restart"], verdict["reason"], verdict["after_s"]), verdict["how"]
+
+    def _apart(self, answer: Answer, within_s: float) -> RanksError:
+        """Returns why there is no meeting."""
+        others, where = [node for node in answer.nodes if node != self.node], self.directory
+        # The error is one of ranks, each of which is a node here.
+        said = re.sub(r"\brank(s?)\b", r"node\1", answer.error.removeprefix(f"{PHASE}: "))
+        if answer.kind == RanksDisagree.__name__:
+            hint = "give each node its own --node-rank, all of them the same --nodes, and each job its own --meet"
+            return RanksDisagree(f"the nodes cannot start together: {said}", subject="--node-rank", hint=hint)
+        if answer.kind not in (RanksMissing.__name__, RankFailed.__name__) or not others:
+            hint = f"look at {where} on this node: is it mounted, and may `tenuto run` write there?"
+            return RanksError(f"node {self.node} cannot meet the others: {said}", subject=str(where), hint=hint)
+        alone = len(others) == self.nodes - 1
+        late = f"has not come to {where} within {seconds(within_s)}"
+        came = "has left" if answer.kind == RankFailed.__name__ else late
+        return RanksMissing(
+            f"{self.name(others)}: its `tenuto run` {came}" + (f"; node {self.node} is alone there" if alone else ""),
+            subject=self.name(others),
+            hint=f"start the job again on all {self.nodes} nodes"
+            + (", with a --meet that is one directory, which all of them share" if alone else ""),
+            ranks=tuple(others),
+        )
+
+    def close(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+
+
+def nodes_of(
+    nodes: str, node_rank: int | None, meet: str, report: Callable[[str], None], *, first_s: float, patience_s: float
+) -> Nodes | None:
+    """Returns what `--nodes`, `--node-rank` and `--meet` say; None for one node. Raises UsageError."""
+    if not nodes:
+        return None
+    example = "tenuto run --nodes 4 --node-rank 2 --meet /shared/meet -- torchrun … train.py"
+    number = _of_environment(_NODES) if nodes == _AUTO else int(nodes) if nodes.isdecimal() else None
+    node = _of_environment(_NODE_RANK) if node_rank is None else node_rank
+    if not number:
+        what = f"{' and '.join(_NODES)} are not set" if nodes == _AUTO else "a number of nodes is needed"
+        raise UsageError(f"--nodes {nodes}: {what}", subject="--nodes", hint=example)
+    if number == 1:
+        return None
+    if node is None or not 0 <= node < number:
+        which = "is missing" if node is None else f"{node} makes no sense with {number} nodes"
+        raise UsageError(f"--node-rank {which}", subject="--node-rank", hint=example)
+    if not meet:
+        message = f"{number} nodes need a directory that all of them share"
+        raise UsageError(message, subject="--meet", hint=example)
+    return Nodes(node, number, Path(meet).absolute(), report, first_s, patience_s)
+
+
+def _of_environment(names: Sequence[str]) -> int | None:
+    return next((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), None)
