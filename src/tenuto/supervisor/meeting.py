@@ -182,19 +182,20 @@ class MeetingProcess:
     def _outcome(self, agreement: Agreement, start: Round) -> Outcome:
         try:
             if agreement.is_coordinator:
-                start.gather(_UNTIL_LOST_S)
-                start.broadcast(b"")
+                said = [json.loads(one)["kind"] for one in start.gather(_UNTIL_LOST_S)]
+                if all(kind == FINISHED for kind in said):  # else the round is about to fail
+                    start.broadcast(b"")
             start.receive(_UNTIL_LOST_S)
         except RankStoreLost as error:
             return Outcome("lost", (), error.message)
         except RanksError as error:
             left = isinstance(error, RankFailed)
-            said = self._said(agreement, start, error.ranks[0]) if left else None
-            if said is None or said["kind"] == FINISHED:
+            why = self._said(agreement, start, error.ranks[0]) if left else None
+            if why is None or why["kind"] == FINISHED:
                 silent = f"no sign of life for {self._settings.dead_after_s:g} s"
                 return Outcome("lost", error.ranks, "its supervisor has ended" if left else silent)
-            what: What = "leave" if said["kind"] == LEFT else "ended"
-            return Outcome(what, error.ranks, f"{said['kind']} ({said['evidence']})")
+            what: What = "leave" if why["kind"] == LEFT else "ended"
+            return Outcome(what, error.ranks, f"{why['kind']} ({why['evidence']})")
         return Outcome("finished", (), "status 0")
 
     def _said(self, agreement: Agreement, start: Round, node: int) -> Mapping[str, Any] | None:
