@@ -63,20 +63,15 @@ print(again.number, again.cause)
     assert died == [[elsewhere], [("killed", "SIGKILL")], [elsewhere]]
 
 
-def test_the_cause_of_the_node_that_died_counts_and_not_the_error_that_followed_elsewhere(tmp_path: Path) -> None:
+def test_what_the_cause_asks_for_is_asked_of_the_script_on_all_nodes(tmp_path: Path) -> None:
     script = f"""{WAITING}
-def died(node):
-    path = pathlib.Path(f"node-{{node}}.jsonl")
-    return path.exists() and '"died"' in path.read_text()
 if not again.number:
     if node == 0:
-        raise RuntimeError("Connection closed by peer")
-    while not died(0):
-        time.sleep(0.01)
-    raise MemoryError("no room")  # before the other supervisor's word is here
+        wait()
+    raise MemoryError("no room")
 print(again.number, again.cause, again.accumulation)
 """
-    done = ends(on_nodes(tmp_path, script, 2, "--on", "failed=stop"))
+    done = ends(on_nodes(tmp_path, script, 2))
     assert [one[:2] for one in done] == [(0, "1 out of memory 2\n")] * 2, done
     decided = "node 1: out of memory (MemoryError: no room): started again with 1/2 of the batch"
     assert all(decided in one[2] for one in done)

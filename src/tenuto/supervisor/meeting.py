@@ -38,7 +38,6 @@ FINISHED: Final[Kind] = "finished"
 LEFT: Final[Kind] = "asked to leave"
 _UNTIL_LOST_S: Final = 10 * 365 * 86400.0
 """As long as it takes: what ends such a wait early is the loss of a node, or of the directory."""
-_ANSWER_S: Final = 10.0
 _CLOSE_S: Final = 5.0
 
 
@@ -134,7 +133,9 @@ class MeetingProcess:
     def __init__(self, ranks: SharedFiles, patience_s: float, out: int) -> None:
         """`out`: a descriptor, of a pipe."""
         self._ranks = ranks
-        self._settings = Settings(dead_after_s=patience_s, answer_s=min(_ANSWER_S, patience_s))
+        # Silence is told by several beats in a row that do not come.
+        beat_s = min(Settings().beat_s, patience_s / 8)
+        self._settings = Settings(beat_s, dead_after_s=patience_s, answer_s=min(Settings().answer_s, patience_s))
         self._out = out
         self._verdicts: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._agreement: Agreement | None = None

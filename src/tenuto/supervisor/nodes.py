@@ -33,6 +33,8 @@ LEAVE_S: Final = 3.0
 POLL_S: Final = 0.1
 STATUS_LOST: Final = 1
 """The status of a node whose own training has finished, where that of another has not."""
+_LOST_ANOTHER: Final = re.compile(r"DistBackendError|connection (was )?(closed|reset|refused)|broken pipe", re.I)
+"""What errors say of collectives whose other rank is gone."""
 _AUTO: Final = "auto"
 _NODES: Final = ("SLURM_NNODES", "PET_NNODES")
 _NODE_RANK: Final = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "PET_NODE_RANK")
@@ -74,13 +76,13 @@ def decoded(values: Mapping[str, Any]) -> Ending:
 
 def decisive_of(endings: Mapping[int, Ending]) -> tuple[int, Ending]:
     """Returns the node whose ending says most about why all have ended, and that ending: one that was asked to leave;
-    else one with a cause of its own, before an error, which may come of a connection to the one that has died, and
-    before a rank that says it has lost another. Of those that say as much, the shortest start: clocks of nodes are not
-    compared."""
+    else one with a cause of its own, before an unknown error, and before one of a rank that has lost another. Of those
+    that say as much, the shortest start: they began together, and clocks of nodes are not compared."""
 
     def says(node: int) -> tuple[int, float, int]:
         one = endings[node]
-        lost = one.words is not None and "RanksError" in one.words.errors
+        words = one.words
+        lost = words is not None and ("RanksError" in words.errors or _LOST_ANOTHER.search(words.message) is not None)
         silent = one.kind in (FINISHED, "another node")
         order = 0 if one.kind == LEFT else 4 if silent else 3 if lost else 2 if one.kind == "failed" else 1
         return order, one.ended_s - one.began_s, node

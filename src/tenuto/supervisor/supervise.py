@@ -133,7 +133,8 @@ class Supervisor:
     """Emergency places of what it trains, in order."""
     _course: Course = field(init=False)
     _ended_by: str = ""
-    """Why another node ends this start."""
+    """Why another node ends this start; `_heard_s`: since when that is known."""
+    _heard_s: float = 0.0
     _asked_by: str = ""
     """Which other node has asked it to leave, and why."""
     _died_s: float | None = None
@@ -378,8 +379,10 @@ class Supervisor:
     def _kind(
         self, code: int, hung: str | None, memory: bool, words: LastWords | None = None, ranks: int = 1
     ) -> tuple[Kind, str]:
-        if hung is not None and self._ended_by:
-            return "another node", hung
+        if self._ended_by and words is not None and words.at_s < self._heard_s:
+            return cause_of(words), evidence_of(words, ranks)  # it was ending by itself
+        if self._ended_by:
+            return "another node", self._ended_by
         if hung is not None and not self._asked:
             return "hung" if self._demand is None else CAUSES_OF.get(self._demand.finding.name, "hung"), hung
         if words is not None and words.unhealthy and not self._asked:
@@ -435,6 +438,7 @@ class Supervisor:
             self._ask(signal.SIGTERM)
             return None
         if not self._ended_by:
+            self._heard_s = time.monotonic()
             self.report(f"{words}: the training here is ended too")
         self._ended_by = words
         return words
