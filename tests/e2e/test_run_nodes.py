@@ -171,7 +171,7 @@ def test_a_node_that_is_silent_is_lost_and_the_others_say_so_and_leave_and_the_n
     os.kill(meeting_of(programs[1].pid), signal.SIGKILL)
     programs[1].kill()
     _, err = programs[0].communicate(timeout=100)
-    assert programs[0].returncode and programs[1].wait(60), err
+    assert programs[0].returncode == 17 and programs[1].wait(60), err
     assert "tenuto: node 1 (host-1) is lost: no sign of life for 2 s: the training here is ended too" in err
     assert "node 1 (host-1): its `tenuto run` has not come to " in err and "start the job again on all 2 nodes" in err
     await_that(lambda: not any(map(lives, trains)))

@@ -84,7 +84,7 @@ class Meeting:
         """Tells all nodes what follows; the first node does."""
         self._process.put({"verdict": verdict})
 
-    def say(self, kind: Kind, evidence: str) -> None:
+    def announce(self, kind: Kind, evidence: str) -> None:
         """Tells the others how the training here has ended, or that it is asked to leave."""
         self._process.put({"kind": kind, "evidence": evidence})
 
@@ -153,7 +153,7 @@ class MeetingProcess:
             elif "verdict" in request:
                 self._verdicts.put(request["verdict"])
             else:
-                self._tell(request)
+                self._announce(request)
         self._leave()
 
     def _leave(self) -> None:
@@ -191,7 +191,7 @@ class MeetingProcess:
             return Outcome("lost", (), error.message)
         except RanksError as error:
             left = isinstance(error, RankFailed)
-            why = self._said(agreement, start, error.ranks[0]) if left else None
+            why = self._statement(agreement, start, error.ranks[0]) if left else None
             if why is None or why["kind"] == FINISHED:
                 silent = f"no sign of life for {self._settings.dead_after_s:g} s"
                 return Outcome("lost", error.ranks, "its supervisor has ended" if left else silent)
@@ -199,7 +199,7 @@ class MeetingProcess:
             return Outcome(what, error.ranks, f"{why['kind']} ({why['evidence']})")
         return Outcome("finished", (), "status 0")
 
-    def _said(self, agreement: Agreement, start: Round, node: int) -> Mapping[str, Any] | None:
+    def _statement(self, agreement: Agreement, start: Round, node: int) -> Mapping[str, Any] | None:
         """Returns what a node said of its end; None if it left without a word."""
         session, key = agreement.session, start.message_key(node)
         try:
@@ -208,7 +208,7 @@ class MeetingProcess:
         except RanksError:
             return None
 
-    def _tell(self, said: Mapping[str, Any]) -> None:
+    def _announce(self, said: Mapping[str, Any]) -> None:
         """Tells the others how the training here ends: in vain only once the directory counts as lost."""
         agreement, start = self._agreement, self._start
         while agreement is not None and start is not None and not agreement.session.kv_store.lost:

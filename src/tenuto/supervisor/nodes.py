@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +32,8 @@ stays there."""
 LEAVE_S: Final = 3.0
 """How long one that was asked to leave waits until the others know it."""
 POLL_S: Final = 0.1
-STATUS_LOST: Final = 1
-"""The status of a node whose own training has finished, where that of another has not."""
+STATUS_LOST: Final = 128 + signal.SIGKILL
+"""Of a start that has ended because a supervisor was lost."""
 _LOST_ANOTHER: Final = re.compile(r"DistBackendError|connection (was )?(closed|reset|refused)|broken pipe", re.I)
 """What errors say of collectives whose other rank is gone."""
 _AUTO: Final = "auto"
@@ -79,15 +80,15 @@ def decisive_of(endings: Mapping[int, Ending]) -> tuple[int, Ending]:
     else one with a cause of its own, before an unknown error, and before one of a rank that has lost another. Of those
     that say as much, the shortest start: they began together, and clocks of nodes are not compared."""
 
-    def says(node: int) -> tuple[int, float, int]:
+    def order(node: int) -> tuple[int, float, int]:
         one = endings[node]
         words = one.words
         lost = words is not None and ("RanksError" in words.errors or _LOST_ANOTHER.search(words.message) is not None)
         silent = one.kind in (FINISHED, "another node")
-        order = 0 if one.kind == LEFT else 4 if silent else 3 if lost else 2 if one.kind == "failed" else 1
-        return order, one.ended_s - one.began_s, node
+        says = 0 if one.kind == LEFT else 4 if silent else 3 if lost else 2 if one.kind == "failed" else 1
+        return says, one.ended_s - one.began_s, node
 
-    node = min(endings, key=says)
+    node = min(endings, key=order)
     return node, endings[node]
 
 
@@ -106,7 +107,7 @@ class Nodes:
     _meeting: Meeting | None = None
     _hosts: dict[int, str] = field(default_factory=dict)
     _outcome: Outcome | None = None
-    _said: bool = False
+    _announced: bool = False
     """Whether the others were told of this start's end."""
 
     @property
@@ -122,7 +123,7 @@ class Nodes:
 
     # -- while the training runs
 
-    def heard(self) -> Outcome | None:
+    def outcome_elsewhere(self) -> Outcome | None:
         """Returns how this start has ended on another node; None where it has not."""
         self._outcome = self._outcome or self.meeting.outcome()
         return None if self._outcome is None or self.node in self._outcome.nodes else self._outcome
@@ -136,9 +137,9 @@ class Nodes:
 
     def leave(self, why: str) -> None:
         """Tells the others that the training here is asked to leave: it is to end on all nodes."""
-        if not self._said:
-            self.meeting.say(LEFT, why)
-        self._said = True
+        if not self._announced:
+            self.meeting.announce(LEFT, why)
+        self._announced = True
 
     # -- between two starts
 
@@ -146,9 +147,9 @@ class Nodes:
         """Tells the others how the training here has ended, and returns how this start has for all. Waits for that: for
         long, where it has finished here alone. asked: whether it was asked to leave, and has to: None, where nobody
         hears that."""
-        if not self._said and own.kind != "another node":
-            self.meeting.say(own.kind, own.evidence)
-        self._said = True
+        if not self._announced and own.kind != "another node":
+            self.meeting.announce(own.kind, own.evidence)
+        self._announced = True
         until_s = time.monotonic() + LEAVE_S
         while self._outcome is None and not (asked and time.monotonic() > until_s):
             self._outcome = self.meeting.outcome()
@@ -198,14 +199,14 @@ class Nodes:
             node, decisive = decisive_of(ended)
             # Nobody says more than that another node is lost: its supervisor was started again, and knows of nothing.
             lost = decisive.kind in (FINISHED, "another node")
-            course.endings.append(replace(decisive, kind="killed") if lost else decisive)
+            course.endings.append(replace(decisive, kind="killed", status=STATUS_LOST) if lost else decisive)
             decision, how = decided()
             decision = decision if lost else replace(decision, reason=f"node {node}: {decision.reason}")
         hosts = [str(one["host"]) for one in brought]
         return {**asdict(decision), "how": how, "hosts": hosts, "course": course.encode()}
 
     def _take(self, verdict: Mapping[str, Any], course: Course) -> tuple[Decision, str]:
-        self._outcome, self._said = None, False
+        self._outcome, self._announced = None, False
         self._hosts = dict(enumerate(verdict["hosts"]))
         course.adopt(verdict["course"])
         return Decision(verdict["restart"], verdict["reason"], verdict["after_s"]), verdict["how"]

@@ -26,7 +26,7 @@ from tenuto.supervisor.chaos import Injector
 from tenuto.supervisor.decide import Decision, Ending, Kind, Limits, decide, silence_allowed, silence_words
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.meeting import Outcome
-from tenuto.supervisor.nodes import OTHERS_GRACE_S, STATUS_LOST, Course, Nodes
+from tenuto.supervisor.nodes import OTHERS_GRACE_S, Course, Nodes
 from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans
 from tenuto.supervisor.strategies import Recovery, cause_of, decisive, evidence_of
 from tenuto.supervisor.watching import Demand, Watching
@@ -133,8 +133,8 @@ class Supervisor:
     """Emergency places of what it trains, in order."""
     _course: Course = field(init=False)
     _ended_by: str = ""
-    """Why another node ends this start; `_heard_s`: since when that is known."""
-    _heard_s: float = 0.0
+    """Why another node ends this start; `_ended_by_s`: since when that is known."""
+    _ended_by_s: float = 0.0
     _asked_by: str = ""
     """Which other node has asked it to leave, and why."""
     _died_s: float | None = None
@@ -158,15 +158,15 @@ class Supervisor:
                     reason = decision.reason
                     break
                 if decision.reason:
-                    self._say_restart(decision, how)
-                if self._asked_within(decision.after_s):
-                    reason = f"{self._why_asked()} came while it was down ({decision.reason})"
-                    break
+                    self._report_restart(decision, how)
+                    if self._asked_within(decision.after_s):
+                        reason = f"{self._why_asked()} came while it was down ({decision.reason})"
+                        break
                 own = self._one_start(began_s, len(endings) + 1)
         if self._died_s is not None and endings[-1].failed:
             self._lost_s += time.monotonic() - self._died_s
         saved = None if endings[-1].kind == "finished" else self._save_what_is_left()
-        status = (own or endings[-1]).status or endings[-1].status
+        status = endings[-1].status
         step = self._course.reached or None
         self.journal.write(
             "ended", status=status, reason=reason, lost_s=round(self._lost_s, 3), step=step, saved=saved,
@@ -176,7 +176,7 @@ class Supervisor:
         cpu_s = 0.0 if self.watching is None else self.watching.close()
         return Account(status, reason, tuple(endings), self._lost_s, time.monotonic() - began_s, step, path, cpu_s)
 
-    def _say_restart(self, decision: Decision, how: str) -> None:
+    def _report_restart(self, decision: Decision, how: str) -> None:
         number = len(self._course.endings)
         wait = f" in {seconds(decision.after_s)}" if decision.after_s else ""
         more = f" {how}" if how else ""
@@ -266,7 +266,7 @@ class Supervisor:
             now_s = time.monotonic()
             while self._to_pass_on:
                 tree.signal(self._to_pass_on.popleft())
-            if self.nodes is not None and (evidence := self._hear(self.nodes.heard())) is not None:
+            if self.nodes is not None and (evidence := self._follow(self.nodes.outcome_elsewhere())) is not None:
                 return evidence
             if self._asked and left_s is None:
                 left_s, grace_s = now_s + self._grace_s(), self._grace_s()
@@ -379,7 +379,7 @@ class Supervisor:
     def _kind(
         self, code: int, hung: str | None, memory: bool, words: LastWords | None = None, ranks: int = 1
     ) -> tuple[Kind, str]:
-        if self._ended_by and words is not None and words.at_s < self._heard_s:
+        if self._ended_by and words is not None and words.at_s < self._ended_by_s:
             return cause_of(words), evidence_of(words, ranks)  # it was ending by itself
         if self._ended_by:
             return "another node", self._ended_by
@@ -407,16 +407,18 @@ class Supervisor:
         """As `_what_follows`, agreed with the other nodes. Raises RanksError where they never meet."""
         outcome = None if own is None else nodes.settle(own, asked=bool(self._asked))
         if outcome is not None and outcome.what == "leave":
-            self._hear(outcome)
+            self._follow(outcome)
         if own is not None and own.kind == "finished" and outcome is not None and outcome.what in ("ended", "lost"):
-            own = replace(own, kind="another node", status=STATUS_LOST, evidence=nodes.words(outcome))
+            own = replace(own, kind="another node", evidence=nodes.words(outcome))
         try:
             over = self._asked or (outcome is not None and outcome.what == "finished")
             met = None if over else nodes.meet(own, self._course, self._decided, lambda: bool(self._asked))
         except RanksError as error:
             if own is None:
+                facts = {"status": error.exit_code, "lost_s": 0.0, "step": None, "saved": None, "failed": True}
+                self.journal.write("ended", reason=error.message, **facts)
                 raise
-            self._course.endings.append(own)
+            self._course.endings.append(replace(own, status=error.exit_code))
             return Decision(False, f"{own.evidence}; {error.message}; {error.hint}"), ""
         if met is not None:
             self._ended_by = ""
@@ -427,7 +429,7 @@ class Supervisor:
         self._course.endings.append(own)
         return self._decided()
 
-    def _hear(self, outcome: Outcome | None) -> str | None:
+    def _follow(self, outcome: Outcome | None) -> str | None:
         """Does what another node asks for, if one does; returns why the command is to be ended."""
         if self.nodes is None or outcome is None or self._asked:
             return None
@@ -438,7 +440,7 @@ class Supervisor:
             self._ask(signal.SIGTERM)
             return None
         if not self._ended_by:
-            self._heard_s = time.monotonic()
+            self._ended_by_s = time.monotonic()
             self.report(f"{words}: the training here is ended too")
         self._ended_by = words
         return words
@@ -475,7 +477,7 @@ class Supervisor:
         until = time.monotonic() + wait_s
         while not self._asked and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, POLL_S))
-            if self.nodes is not None and self._hear(self.nodes.heard()) is not None:
+            if self.nodes is not None and self._follow(self.nodes.outcome_elsewhere()) is not None:
                 break
         if self._asked and self.nodes is not None:
             self.nodes.leave(self._why_asked())

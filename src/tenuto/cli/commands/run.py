@@ -34,7 +34,6 @@ EXAMPLES = examples(
 )
 _ENDS = "Ends in an hour (12), in a row in vain (3)."
 _LEAVING = "To leave in (60s); after which it is asked to."
-_MEETING = "For all nodes to come (10m); for one to be silent (30s)."
 _FILES = "For what happens, and what is read of the machine."
 REPLAYED = 50_000
 """Samples of a recording, the newest ones, that are looked at to know how good a predictor was: a second at most."""
@@ -63,13 +62,13 @@ def run(
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING, show_default=False)] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING)] = "",
-    nodes: Annotated[str, typer.Option(metavar="N", help="Nodes of the job; `auto`: as the scheduler says.")] = "",
+    nodes: Annotated[str, typer.Option(metavar="N", help="Nodes of the job; `auto`: the scheduler's.")] = "",
     node_rank: Annotated[
-        int | None, typer.Option(metavar="N", help="This node's number, from 0; else as the scheduler says.")
+        int | None, typer.Option(metavar="N", help="This one's number, from 0; else the scheduler's.")
     ] = None,
-    meet: Annotated[str, typer.Option(metavar="DIR", help="Shared by all nodes: there they agree.")] = "",
-    meet_within: Annotated[str, typer.Option(metavar="TIME", help=_MEETING, show_default=False)] = "10m",
-    patience: Annotated[str, typer.Option(metavar="TIME", help=_MEETING, show_default=False)] = "30s",
+    meet: Annotated[str, typer.Option(metavar="DIR", help="Shared by all nodes, which agree there.")] = "",
+    meet_within: Annotated[str, typer.Option(metavar="TIME", help="For all nodes to start.")] = "10m",
+    patience: Annotated[str, typer.Option(metavar="TIME", help="With a node that is silent.")] = "30s",
     emergency: Annotated[
         list[str] | None,
         typer.Option("--emergency", metavar="WHERE", help="Takes the last state if its store does not."),
