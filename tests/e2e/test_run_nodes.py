@@ -133,6 +133,26 @@ wait()
     assert [len(happened(tmp_path, node, "started")) for node in range(2)] == [1, 1]
 
 
+def test_one_that_is_asked_to_leave_between_two_starts_takes_the_others_along(tmp_path: Path) -> None:
+    script = WAITING.replace("beat(1 + again.number)", "beat(0)")  # no new step: it waits before it starts again
+    script = f"{script}\nif node or again.number:\n    raise SystemExit(3)\nwait()"
+    programs = on_nodes(tmp_path, script, 2, "--in-vain", "50")
+    await_that(lambda: bool(happened(tmp_path, 1, "restarting")))
+    programs[1].send_signal(signal.SIGTERM)
+    done = ends(programs)
+    assert "SIGTERM" in happened(tmp_path, 1, "ended")[0]["reason"], done
+    assert "asked to leave (SIGTERM)" in happened(tmp_path, 0, "ended")[0]["reason"], done
+
+
+def test_one_that_is_asked_to_leave_before_the_others_have_come_leaves_at_once(tmp_path: Path) -> None:
+    program = on_node(tmp_path, WAITING, 0, 2)
+    await_that(lambda: (tmp_path / "meet/supervisors/tenuto/door/hello/0").exists())
+    program.send_signal(signal.SIGTERM)
+    ((status, _, err),) = ends([program])
+    assert status == 143 and "it was asked to leave (SIGTERM) and has left" in err
+    assert not happened(tmp_path, 0, "started")
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_supervisor_that_is_killed_and_started_again_joins_the_next_start(tmp_path: Path, node: int) -> None:
     """Of the first node too, which decides: what was decided before it learns from the others."""

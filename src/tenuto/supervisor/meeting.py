@@ -76,6 +76,7 @@ class Meeting:
     def begin(self, brought: Mapping[str, Any], within_s: float) -> None:
         """Has it meet the others before the next start. `answer` gives what comes of it."""
         if self._process.ended:
+            self._process.close(0.0)
             self._process = HelperProcess(__name__, *self._arguments)
         self._answers, self._outcomes = [], []
         self._process.put({"begin": brought, "within_s": within_s})
@@ -103,7 +104,9 @@ class Meeting:
 
     def _read(self) -> None:
         for line in self._process.lines():
-            with contextlib.suppress(ValueError):  # what its interpreter prints is no reason to end the supervisor
+            with contextlib.suppress(
+                ValueError, TypeError
+            ):  # what its interpreter prints is no reason to end the supervisor
                 name, values = json.loads(line)
                 if name == "outcome":
                     self._outcomes.append(Outcome(values["what"], tuple(values["nodes"]), values["evidence"]))
@@ -111,8 +114,8 @@ class Meeting:
                     self._answers.append(Answer(**values))
         if self._process.ended:
             ended = "the process that meets the other nodes has ended"
-            self._outcomes.append(Outcome("lost", (), ended))
-            self._answers.append(Answer(error=ended))
+            self._outcomes = self._outcomes or [Outcome("lost", (), ended)]
+            self._answers = self._answers or [Answer(error=ended)]
 
 
 class _SlowStore(SharedFilesKVStore):
