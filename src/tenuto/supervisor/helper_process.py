@@ -13,6 +13,7 @@ import sys
 from typing import Final
 
 _AT_ONCE: Final = 1 << 20
+_KILLED_S: Final = 5.0
 
 
 class HelperProcess:
@@ -65,7 +66,8 @@ class HelperProcess:
             self._process.wait(within_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits inside the kernel for what does not answer
+                self._process.wait(_KILLED_S)
         last = self.lines()
         self.ended = True
         self._process.stdout.close()

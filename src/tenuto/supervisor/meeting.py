@@ -136,9 +136,8 @@ class MeetingProcess:
     def __init__(self, ranks: SharedFiles, patience_s: float, out: int) -> None:
         """`out`: a descriptor, of a pipe."""
         self._ranks = ranks
-        # Silence is told by several beats in a row that do not come.
-        beat_s = min(Settings().beat_s, patience_s / 8)
-        self._settings = Settings(beat_s, dead_after_s=patience_s, answer_s=min(Settings().answer_s, patience_s))
+        beat_s = min(Settings().beat_s, patience_s / 8)  # several that do not come are a silence
+        self._settings = Settings(beat_s, dead_after_s=patience_s, answer_s=patience_s)
         self._out = out
         self._verdicts: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._agreement: Agreement | None = None
@@ -211,20 +210,14 @@ class MeetingProcess:
         except RanksError:
             return None
 
-    def _announce(self, said: Mapping[str, Any]) -> None:
-        """Tells the others how the training here ends: in vain only once the directory counts as lost."""
-        agreement, start = self._agreement, self._start
-        while agreement is not None and start is not None and not agreement.session.kv_store.lost:
-            try:
-                start.send(json.dumps(said).encode(), again=True)
-                if said["kind"] != FINISHED:
-                    start.fail(said["evidence"])
-                return start.check()
-            except RankStoreLost:
-                continue
-            except RanksError:
-                return None  # it has failed: by what is said here, or by what another node has said before
-        return None
+    def _announce(self, end: Mapping[str, Any]) -> None:
+        """Tells the others how the training here ends."""
+        start = self._start
+        if start is not None:
+            with contextlib.suppress(RanksError):  # whoever waits for the end of the start finds the directory lost too
+                start.send(json.dumps(end).encode(), again=True)
+                if end["kind"] != FINISHED:
+                    start.fail(end["evidence"])
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         data = json.dumps([name, values]).encode() + b"\n"

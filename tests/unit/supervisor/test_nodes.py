@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tenuto.errors import RanksDisagree, RanksError, RanksMissing, RankStoreLost, UsageError
-from tenuto.ranks.kv.shared_files import SharedFiles
+from tenuto.errors import RanksDisagree, RanksError, RanksMissing, UsageError
 from tenuto.supervisor.decide import Ending, Kind
-from tenuto.supervisor.meeting import Answer, MeetingProcess, Outcome
+from tenuto.supervisor.meeting import Answer, Outcome
 from tenuto.supervisor.nodes import Course, Nodes, decisive_of, nodes_of
 from tenuto.supervisor.restart import Restart
 from tenuto.supervisor.strategies import Recovery
@@ -94,32 +92,6 @@ def test_nodes_that_make_no_sense_are_refused(
     with pytest.raises(UsageError, match=message) as raised:
         of(nodes, node_rank, meet)
     assert raised.value.hint and raised.value.hint.startswith("tenuto run --nodes 4")
-
-
-def test_an_end_is_announced_again_while_the_directory_does_not_take_it() -> None:
-    calls: list[str] = []
-
-    class Start:
-        def send(self, data: bytes, *, again: bool) -> None:
-            calls.append("send")
-            if len(calls) < 3:
-                raise RankStoreLost("away", subject="meet", hint="wait")
-
-        def fail(self, evidence: str) -> None:
-            calls.append(evidence)
-
-        def check(self) -> None:
-            calls.append("check")
-
-    process = MeetingProcess(SharedFiles("meet", 0, 2), 30.0, -1)
-    store = SimpleNamespace(lost=False)
-    process._agreement = SimpleNamespace(session=SimpleNamespace(kv_store=store))  # type: ignore[assignment]
-    process._start = Start()  # type: ignore[assignment]
-    process._announce({"kind": "failed", "evidence": "status 1"})
-    assert calls == ["send", "send", "send", "status 1", "check"]
-    store.lost = True
-    process._announce({"kind": "failed", "evidence": "status 1"})
-    assert len(calls) == 5, "the wait for the others says that it is lost"
 
 
 def test_why_nodes_have_not_met_is_said_of_nodes() -> None:
