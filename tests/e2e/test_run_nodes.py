@@ -201,10 +201,18 @@ def test_a_node_that_is_silent_is_lost_and_the_others_say_so_and_leave_and_the_n
 
 FAILING = f"""{WAITING}
 while not pathlib.Path("fail").exists():
+    with open(f"steps-{{node}}", "a") as steps:
+        steps.write(".")
     time.sleep(0.01)
 if not again.number:
     raise SystemExit(3)
 """
+
+
+def trained(directory: Path, node: int) -> int:
+    """Returns how many steps it has made: one in 10 ms."""
+    path = directory / f"steps-{node}"
+    return path.stat().st_size if path.exists() else 0
 
 
 def fail(directory: Path) -> None:
@@ -218,6 +226,8 @@ def test_a_directory_that_fails_for_less_than_the_patience_ends_nothing(tmp_path
     for node in range(2):
         pid_of(tmp_path, node)
     fail(tmp_path)
+    least = [trained(tmp_path, node) + 200 for node in range(2)]
+    await_that(lambda: all(trained(tmp_path, node) > least[node] for node in range(2)))
     (tmp_path / "fail").touch()
     await_that(lambda: all(happened(tmp_path, node, "died") for node in range(2)))
     (tmp_path / "meet/supervisors").unlink()
@@ -232,9 +242,9 @@ def test_a_directory_that_stays_away_ends_the_training_and_is_named(tmp_path: Pa
         pid_of(tmp_path, node)
     fail(tmp_path)
     for node, (status, _, err) in enumerate(ends(programs)):
-        lost = f"tenuto: {tmp_path}/meet, where the nodes meet, is lost: .*: the training here is ended too"
-        assert status and re.search(lost, err), err
-        assert f"node {node} cannot meet the others" in err and f"look at {tmp_path}/meet on this node" in err, err
+        lost = f"{tmp_path}/meet, where the nodes meet, fails: .*Not a directory.*"
+        assert status and re.search(f"tenuto: {lost}: the training here is ended too", err), err
+        assert re.search(f"node {node} cannot meet the others: {lost}; look at {tmp_path}/meet on this node", err), err
 
 
 def test_nodes_that_see_different_directories_say_so(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ from typing import IO, Any, Final, Literal
 from tenuto.errors import RankFailed, RanksError, RankStoreLost
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.contract import KVStore, Settings
+from tenuto.ranks.handshake import PHASE
 from tenuto.ranks.kv.shared_files import SharedFiles, SharedFilesKVStore
 from tenuto.ranks.round import Round
 from tenuto.ranks.session import decode
@@ -39,6 +41,8 @@ LEFT: Final[Kind] = "asked to leave"
 _UNTIL_LOST_S: Final = 10 * 365 * 86400.0
 """As long as it takes: what ends such a wait early is the loss of a node, or of the directory."""
 _CLOSE_S: Final = 5.0
+_MEET: Final = "where the ranks meet, "
+"""Stands in each error of a key-value store before what is wrong with it."""
 
 
 @record
@@ -133,9 +137,10 @@ class _Nodes(SharedFiles):
 class MeetingProcess:
     """The process itself."""
 
-    def __init__(self, ranks: SharedFiles, patience_s: float, out: int) -> None:
+    def __init__(self, directory: Path, node: int, nodes: int, patience_s: float, out: int) -> None:
         """`out`: a descriptor, of a pipe."""
-        self._ranks = ranks
+        self._directory = directory
+        self._ranks = _Nodes(directory / "supervisors", node, nodes)
         beat_s = min(Settings().beat_s, patience_s / 8)  # several that do not come are a silence
         self._settings = Settings(beat_s, dead_after_s=patience_s, answer_s=patience_s)
         self._out = out
@@ -177,7 +182,8 @@ class MeetingProcess:
             start = self._start = agreement.round("start")
             self._write("answer", asdict(Answer(verdict=verdict)))
         except RanksError as error:
-            self._write("answer", asdict(Answer(error=error.message, kind=type(error).__name__, nodes=error.ranks)))
+            answer = Answer(error=self._words(error), kind=type(error).__name__, nodes=error.ranks)
+            self._write("answer", asdict(answer))
             return
         if verdict["restart"]:
             self._write("outcome", asdict(self._outcome(agreement, start)))
@@ -190,7 +196,7 @@ class MeetingProcess:
                     start.broadcast(b"")
             start.receive(_UNTIL_LOST_S)
         except RankStoreLost as error:
-            return Outcome("lost", (), error.message)
+            return Outcome("lost", (), self._words(error))
         except RanksError as error:
             left = isinstance(error, RankFailed)
             why = self._statement(agreement, start, error.ranks[0]) if left else None
@@ -200,6 +206,12 @@ class MeetingProcess:
             what: What = "leave" if why["kind"] == LEFT else "ended"
             return Outcome(what, error.ranks, f"{why['kind']} ({why['evidence']})")
         return Outcome("finished", (), "status 0")
+
+    def _words(self, error: RanksError) -> str:
+        """Returns an error of ranks as one of nodes."""
+        if isinstance(error, RankStoreLost):
+            return f"{self._directory}, where the nodes meet, {error.message.rpartition(_MEET)[2]}"
+        return re.sub(r"\brank(s?)\b", r"node\1", error.message.removeprefix(f"{PHASE}: "))
 
     def _statement(self, agreement: Agreement, start: Round, node: int) -> Mapping[str, Any] | None:
         """Returns what a node said of its end; None if it left without a word."""
@@ -229,8 +241,7 @@ class MeetingProcess:
 def main(directory: str, node: str, nodes: str, patience: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # a scheduler signals all processes: this one ends after its supervisor
-    ranks = _Nodes(Path(directory) / "supervisors", int(node), int(nodes))
-    MeetingProcess(ranks, float(patience), sys.stdout.fileno()).run(sys.stdin)
+    MeetingProcess(Path(directory), int(node), int(nodes), float(patience), sys.stdout.fileno()).run(sys.stdin)
     os._exit(0)  # whatever a thread waits for
 
 

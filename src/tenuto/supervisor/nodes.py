@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from tenuto.errors import RankFailed, RanksDisagree, RanksError, RanksMissing, UsageError
-from tenuto.ranks.handshake import PHASE
 from tenuto.supervisor.decide import Decision, Ending
 from tenuto.supervisor.meeting import FINISHED, LEFT, Answer, Meeting, Outcome
 from tenuto.supervisor.process_tree import KILLED_S
@@ -130,10 +129,9 @@ class Nodes:
 
     def words(self, outcome: Outcome) -> str:
         """Returns why this start is to end."""
-        if outcome.what != "lost":
-            return f"{self.name(outcome.nodes)}: {outcome.evidence}"
-        lost = self.name(outcome.nodes) if outcome.nodes else f"{self.directory}, where the nodes meet,"
-        return f"{lost} is lost: {outcome.evidence}"
+        if not outcome.nodes:
+            return outcome.evidence
+        return f"{self.name(outcome.nodes)}{' is lost' if outcome.what == 'lost' else ''}: {outcome.evidence}"
 
     def leave(self, why: str) -> None:
         """Tells the others that the training here is asked to leave: it is to end on all nodes."""
@@ -214,14 +212,12 @@ class Nodes:
     def _apart(self, answer: Answer, within_s: float) -> RanksError:
         """Returns why there is no meeting."""
         others, where = [node for node in answer.nodes if node != self.node], self.directory
-        # The error is one of ranks, each of which is a node here.
-        said = re.sub(r"\brank(s?)\b", r"node\1", answer.error.removeprefix(f"{PHASE}: "))
         if answer.kind == RanksDisagree.__name__:
             hint = "give each node its own --node-rank, all of them the same --nodes, and each job its own --meet"
-            return RanksDisagree(f"the nodes cannot start together: {said}", subject="--node-rank", hint=hint)
+            return RanksDisagree(f"the nodes cannot start together: {answer.error}", subject="--node-rank", hint=hint)
         if answer.kind not in (RanksMissing.__name__, RankFailed.__name__) or not others:
             hint = f"look at {where} on this node: is it mounted, and may `tenuto run` write there?"
-            return RanksError(f"node {self.node} cannot meet the others: {said}", subject=str(where), hint=hint)
+            return RanksError(f"node {self.node} cannot meet the others: {answer.error}", subject=str(where), hint=hint)
         alone = len(others) == self.nodes - 1
         late = f"has not come to {where} within {seconds(within_s)}"
         came = "has left" if answer.kind == RankFailed.__name__ else late

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tenuto.errors import RanksDisagree, RanksError, RanksMissing, UsageError
-from tenuto.supervisor.decide import Ending, Kind
+from tenuto.supervisor.decide import Decision, Ending, Kind
 from tenuto.supervisor.meeting import Answer, Outcome
-from tenuto.supervisor.nodes import Course, Nodes, decisive_of, nodes_of
+from tenuto.supervisor.nodes import Course, Nodes, decisive_of, encoded, nodes_of
 from tenuto.supervisor.restart import Restart
 from tenuto.supervisor.strategies import Recovery
 from tenuto.telemetry.last_words import LastWords
@@ -49,6 +50,20 @@ def test_what_was_decided_is_told_as_it_is_and_times_as_ages() -> None:
     (one,) = heard.endings
     assert heard.reached == 21 and one.words == told.endings[0].words
     assert one.ended_s - one.began_s == pytest.approx(3.0) and one.began_s == pytest.approx(0.0, abs=1.0)
+
+
+def test_of_an_end_that_was_decided_already_nothing_is_decided_again() -> None:
+    """One that was cut off while the others started again, and one whose supervisor was started again."""
+    decided = Course(Recovery(), [ending("failed")], 9)
+    fresh: dict[str, Any] = {"host": "a", "start": 1, "ending": None, "course": Course(Recovery()).encode()}
+    newest = {**fresh, "start": 2, "ending": encoded(ending("hung")), "course": decided.encode()}
+    cut_off = {**fresh, "ending": encoded(ending("killed", 1.0))}
+    course = Course(Recovery())
+    verdict = Nodes(0, 3, Path("/meet"), print)._verdict(
+        [fresh, newest, cut_off], course, lambda: (Decision(True, course.endings[-1].kind), "how")
+    )
+    assert (verdict["reason"], verdict["how"], course.reached) == ("node 1: hung", "how", 9)
+    assert [one.kind for one in course.endings] == ["failed", "hung"]
 
 
 def of(nodes: str, node_rank: int | None = None, meet: str = "meet") -> Nodes | None:
@@ -100,7 +115,7 @@ def test_why_nodes_have_not_met_is_said_of_nodes() -> None:
     late = nodes._apart(Answer(error="…", kind="RanksMissing", nodes=(2,)), 43.0)
     assert isinstance(late, RanksMissing) and late.ranks == (2,)
     assert late.message == "node 2 (gpu-17): its `tenuto run` has not come to /meet within 43.0 s"
-    differ = nodes._apart(Answer(error="handshake: the ranks disagree: 'x' on rank 1", kind="RanksDisagree"), 43.0)
+    differ = nodes._apart(Answer(error="the nodes disagree: 'x' on node 1", kind="RanksDisagree"), 43.0)
     assert isinstance(differ, RanksDisagree)
     assert differ.message == "the nodes cannot start together: the nodes disagree: 'x' on node 1"
     lost = nodes._apart(Answer(error="the directory fails", kind="RankStoreLost"), 43.0)
