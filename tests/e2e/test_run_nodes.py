@@ -153,6 +153,18 @@ def test_one_that_is_asked_to_leave_before_the_others_have_come_leaves_at_once(t
     assert not happened(tmp_path, 0, "started")
 
 
+def test_one_that_has_finished_and_waits_for_the_others_takes_them_along_when_it_is_asked_to_leave(
+    tmp_path: Path,
+) -> None:
+    programs = on_nodes(tmp_path, f"{WAITING}\nif node == 1:\n    wait()", 2)
+    pid_of(tmp_path, 1)
+    await_that(lambda: bool(happened(tmp_path, 0, "left")))
+    programs[0].send_signal(signal.SIGTERM)
+    done = ends(programs)
+    assert [one[0] for one in done] == [0, 143], done
+    assert "it was asked to leave (node 0 (" in done[1][2]
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_supervisor_that_is_killed_and_started_again_joins_the_next_start(tmp_path: Path, node: int) -> None:
     """Of the first node too, which decides: what was decided before it learns from the others."""
@@ -261,6 +273,16 @@ def test_a_node_that_does_not_come_is_named_on_all_others(tmp_path: Path) -> Non
     programs = [on_node(tmp_path, "", node, 3, "--meet-within", "4s") for node in (0, 2)]
     for status, _, err in ends(programs):
         assert status == 17 and "error: node 1: its `tenuto run` has not come to " in err, err
+
+
+def test_nodes_whose_numbers_of_ranks_differ_are_refused(tmp_path: Path) -> None:
+    sizes, options = ["4,2", "4"], ["--meet-within", "60s"]
+    programs = [
+        on_node(tmp_path, "", node, 2, *options, "--ranks", sizes[node], launcher=["echo", "{ranks}"])
+        for node in range(2)
+    ]
+    for _, _, err in ends(programs):
+        assert "the nodes cannot start together: the nodes disagree: --ranks is '4,2' on node 0" in err, err
 
 
 def test_two_supervisors_with_one_number_are_refused(tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ class Answer:
 class Meeting:
     """The supervisor's side; it waits for nothing."""
 
-    def __init__(self, directory: Path, node: int, nodes: int, patience_s: float) -> None:
-        """patience_s: how long a node, or the directory, may give no sign of life."""
-        self._arguments = (str(directory), str(node), str(nodes), str(patience_s))
+    def __init__(self, directory: Path, node: int, nodes: int, patience_s: float, facts: Mapping[str, str]) -> None:
+        """patience_s: how long a node, or the directory, may give no sign of life. facts: equal on all nodes."""
+        self._arguments = (str(directory), str(node), str(nodes), str(patience_s), json.dumps(dict(facts)))
         self._process = HelperProcess(__name__, *self._arguments)
         self._answers: list[Answer] = []
         self._outcomes: list[Outcome] = []
@@ -108,9 +108,8 @@ class Meeting:
 
     def _read(self) -> None:
         for line in self._process.lines():
-            with contextlib.suppress(
-                ValueError, TypeError
-            ):  # what its interpreter prints is no reason to end the supervisor
+            # What its interpreter prints is no reason to end the supervisor.
+            with contextlib.suppress(ValueError, TypeError):
                 name, values = json.loads(line)
                 if name == "outcome":
                     self._outcomes.append(Outcome(values["what"], tuple(values["nodes"]), values["evidence"]))
@@ -137,8 +136,11 @@ class _Nodes(SharedFiles):
 class MeetingProcess:
     """The process itself."""
 
-    def __init__(self, directory: Path, node: int, nodes: int, patience_s: float, out: int) -> None:
+    def __init__(
+        self, directory: Path, node: int, nodes: int, *, patience_s: float, facts: Mapping[str, str], out: int
+    ) -> None:
         """`out`: a descriptor, of a pipe."""
+        self._facts = facts
         self._directory = directory
         self._ranks = _Nodes(directory / "supervisors", node, nodes)
         beat_s = min(Settings().beat_s, patience_s / 8)  # several that do not come are a silence
@@ -171,7 +173,7 @@ class MeetingProcess:
     def _meet(self, brought: Mapping[str, Any], within_s: float) -> None:
         """Meets the others, and then waits for the end of the start."""
         try:
-            agreement = self._agreement = Agreement.open(self._ranks, {}, within_s, self._settings)
+            agreement = self._agreement = Agreement.open(self._ranks, self._facts, within_s, self._settings)
             meeting = agreement.round("meeting")
             meeting.send(json.dumps(brought).encode(), again=True)
             if agreement.is_coordinator:
@@ -211,7 +213,8 @@ class MeetingProcess:
         """Returns an error of ranks as one of nodes."""
         if isinstance(error, RankStoreLost):
             return f"{self._directory}, where the nodes meet, {error.message.rpartition(_MEET)[2]}"
-        return re.sub(r"\brank(s?)\b", r"node\1", error.message.removeprefix(f"{PHASE}: "))
+        words = error.message.removeprefix(f"{PHASE}: ").replace("world size", "--nodes")
+        return re.sub(r"(?<!-)\brank(s?)\b", r"node\1", words)
 
     def _statement(self, agreement: Agreement, start: Round, node: int) -> Mapping[str, Any] | None:
         """Returns what a node said of its end; None if it left without a word."""
@@ -238,10 +241,13 @@ class MeetingProcess:
                 data = data[os.write(self._out, data) :]
 
 
-def main(directory: str, node: str, nodes: str, patience: str) -> None:
+def main(directory: str, node: str, nodes: str, patience: str, facts: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # a scheduler signals all processes: this one ends after its supervisor
-    MeetingProcess(Path(directory), int(node), int(nodes), float(patience), sys.stdout.fileno()).run(sys.stdin)
+    MeetingProcess(
+        Path(directory), int(node), int(nodes),
+        patience_s=float(patience), facts=json.loads(facts), out=sys.stdout.fileno(),
+    ).run(sys.stdin)  # fmt: skip
     os._exit(0)  # whatever a thread waits for
 
 

@@ -93,16 +93,17 @@ def decisive_of(endings: Mapping[int, Ending]) -> tuple[int, Ending]:
 
 @dataclass
 class Nodes:
-    """This supervisor among those of the other nodes. `report` gets each line for people."""
+    """This supervisor among those of the other nodes."""
 
     node: int
     nodes: int
     directory: Path
-    report: Callable[[str], None]
     first_s: float = 600.0
     """How long the nodes wait for each other at the first start."""
     patience_s: float = 30.0
     """How long a node, or the directory, may give no sign of life, and how long a node that was lost is waited for."""
+    sizes: Sequence[int] = ()
+    """What `{ranks}` stands for: the same on all nodes."""
     _meeting: Meeting | None = None
     _hosts: dict[int, str] = field(default_factory=dict)
     _outcome: Outcome | None = None
@@ -112,7 +113,8 @@ class Nodes:
     @property
     def meeting(self) -> Meeting:
         if self._meeting is None:
-            self._meeting = Meeting(self.directory, self.node, self.nodes, self.patience_s)
+            facts = {"--ranks": ",".join(map(str, self.sizes))}
+            self._meeting = Meeting(self.directory, self.node, self.nodes, self.patience_s, facts)
         return self._meeting
 
     def name(self, nodes: Sequence[int]) -> str:
@@ -141,29 +143,34 @@ class Nodes:
 
     # -- between two starts
 
-    def settle(self, own: Ending, *, asked: bool) -> Outcome | None:
+    def settle(self, own: Ending, asked: Callable[[], str]) -> Outcome | None:
         """Tells the others how the training here has ended, and returns how this start has for all. Waits for that: for
-        long, where it has finished here alone. asked: whether it was asked to leave, and has to: None, where nobody
-        hears that."""
+        long, where it has finished here alone. asked: why this node is to leave, empty where it is not; then None where
+        the others do not learn that in time."""
         if not self._announced and own.kind != "another node":
             self.meeting.announce(own.kind, own.evidence)
         self._announced = True
-        until_s = time.monotonic() + LEAVE_S
-        while self._outcome is None and not (asked and time.monotonic() > until_s):
-            self._outcome = self.meeting.outcome()
-            time.sleep(0 if self._outcome is not None else POLL_S)
-        return self._outcome
+        until_s: float | None = None
+        while (outcome := self.meeting.outcome()) is None:
+            if until_s is None and (why := asked()):
+                self.meeting.announce(LEFT, why)
+                until_s = time.monotonic() + LEAVE_S
+            if until_s is not None and time.monotonic() > until_s:
+                break
+            time.sleep(POLL_S)
+        self._outcome = outcome
+        return outcome
 
     def meet(
         self,
         own: Ending | None,
         course: Course,
         decided: Callable[[], tuple[Decision, str]],
-        asked: Callable[[], bool] = lambda: False,
+        asked: Callable[[], str],
     ) -> tuple[Decision, str] | None:
-        """Meets the others before a start, and returns what follows, and in words how; None once it is `asked` to
-        leave. own: how the last start has ended here; None before the first one. decided: what the first node decides
-        and does, once the ending that counts is the last one of the course. Raises RanksError."""
+        """Meets the others before a start, and returns what follows, and in words how; None once this node is `asked`
+        to leave, with a reason. own: how the last start has ended here; None before the first one. decided: what the
+        first node decides and does, once the ending that counts is the last one of the course. Raises RanksError."""
         within_s = self.first_s if own is None else self.patience_s + OTHERS_GRACE_S + KILLED_S
         brought = {
             "host": socket.gethostname(), "start": len(course.endings) + 1, "course": course.encode(),
@@ -179,7 +186,7 @@ class Nodes:
             elif answer.brought:
                 self.meeting.decide(self._verdict(answer.brought, course, decided))
             else:
-                raise self._apart(answer, within_s)
+                raise self._apart(answer, within_s, first=own is None)
         return None
 
     def _verdict(
@@ -209,18 +216,18 @@ class Nodes:
         course.adopt(verdict["course"])
         return Decision(verdict["restart"], verdict["reason"], verdict["after_s"]), verdict["how"]
 
-    def _apart(self, answer: Answer, within_s: float) -> RanksError:
-        """Returns why there is no meeting."""
+    def _apart(self, answer: Answer, within_s: float, *, first: bool) -> RanksError:
+        """Returns why there is no meeting. first: whether this supervisor has met nobody so far."""
         others, where = [node for node in answer.nodes if node != self.node], self.directory
         if answer.kind == RanksDisagree.__name__:
-            hint = "give each node its own --node-rank, all of them the same --nodes, and each job its own --meet"
+            hint = "give each node its own --node-rank, all the same --nodes and --ranks, and each job its own --meet"
             return RanksDisagree(f"the nodes cannot start together: {answer.error}", subject="--node-rank", hint=hint)
         if answer.kind not in (RanksMissing.__name__, RankFailed.__name__) or not others:
             hint = f"look at {where} on this node: is it mounted, and may `tenuto run` write there?"
             return RanksError(f"node {self.node} cannot meet the others: {answer.error}", subject=str(where), hint=hint)
-        alone = len(others) == self.nodes - 1
-        late = f"has not come to {where} within {seconds(within_s)}"
-        came = "has left" if answer.kind == RankFailed.__name__ else late
+        late = answer.kind == RanksMissing.__name__
+        alone = first and late and len(others) == self.nodes - 1
+        came = f"has not come to {where} within {seconds(within_s)}" if late else "has left"
         return RanksMissing(
             f"{self.name(others)}: its `tenuto run` {came}" + (f"; node {self.node} is alone there" if alone else ""),
             subject=self.name(others),
@@ -235,7 +242,7 @@ class Nodes:
 
 
 def nodes_of(
-    nodes: str, node_rank: int | None, meet: str, report: Callable[[str], None], *, first_s: float, patience_s: float
+    nodes: str, node_rank: int | None, meet: str, *, first_s: float, patience_s: float, sizes: Sequence[int] = ()
 ) -> Nodes | None:
     """Returns what `--nodes`, `--node-rank` and `--meet` say; None for one node. Raises UsageError."""
     if not nodes:
@@ -254,7 +261,7 @@ def nodes_of(
     if not meet:
         message = f"{number} nodes need a directory that all of them share"
         raise UsageError(message, subject="--meet", hint=example)
-    return Nodes(node, number, Path(meet).absolute(), report, first_s, patience_s)
+    return Nodes(node, number, Path(meet).absolute(), first_s, patience_s, sizes)
 
 
 def _of_environment(names: Sequence[str]) -> int | None:

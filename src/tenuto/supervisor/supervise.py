@@ -405,14 +405,15 @@ class Supervisor:
 
     def _what_follows_for_all(self, nodes: Nodes, own: Ending | None) -> tuple[Decision, str]:
         """As `_what_follows`, agreed with the other nodes. Raises RanksError where they never meet."""
-        outcome = None if own is None else nodes.settle(own, asked=bool(self._asked))
+        asked = lambda: self._why_asked() if self._asked else ""  # noqa: E731
+        outcome = None if own is None else nodes.settle(own, asked)
         if outcome is not None and outcome.what == "leave":
             self._follow(outcome)
         if own is not None and own.kind == "finished" and outcome is not None and outcome.what in ("ended", "lost"):
             own = replace(own, kind="another node", evidence=nodes.words(outcome))
         try:
             over = self._asked or (outcome is not None and outcome.what == "finished")
-            met = None if over else nodes.meet(own, self._course, self._decided, lambda: bool(self._asked))
+            met = None if over else nodes.meet(own, self._course, self._decided, asked)
         except RanksError as error:
             if own is None:
                 facts = {"status": error.exit_code, "lost_s": 0.0, "step": None, "saved": None, "failed": True}

@@ -59,7 +59,7 @@ def test_of_an_end_that_was_decided_already_nothing_is_decided_again() -> None:
     newest = {**fresh, "start": 2, "ending": encoded(ending("hung")), "course": decided.encode()}
     cut_off = {**fresh, "ending": encoded(ending("killed", 1.0))}
     course = Course(Recovery())
-    verdict = Nodes(0, 3, Path("/meet"), print)._verdict(
+    verdict = Nodes(0, 3, Path("/meet"))._verdict(
         [fresh, newest, cut_off], course, lambda: (Decision(True, course.endings[-1].kind), "how")
     )
     assert (verdict["reason"], verdict["how"], course.reached) == ("node 1: hung", "how", 9)
@@ -67,7 +67,7 @@ def test_of_an_end_that_was_decided_already_nothing_is_decided_again() -> None:
 
 
 def of(nodes: str, node_rank: int | None = None, meet: str = "meet") -> Nodes | None:
-    return nodes_of(nodes, node_rank, meet, print, first_s=600.0, patience_s=30.0)
+    return nodes_of(nodes, node_rank, meet, first_s=600.0, patience_s=30.0)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +110,19 @@ def test_nodes_that_make_no_sense_are_refused(
 
 
 def test_why_nodes_have_not_met_is_said_of_nodes() -> None:
-    nodes = Nodes(0, 3, Path("/meet"), print)
+    nodes = Nodes(0, 3, Path("/meet"))
     nodes._hosts = {2: "gpu-17"}
-    late = nodes._apart(Answer(error="…", kind="RanksMissing", nodes=(2,)), 43.0)
+    late = nodes._apart(Answer(error="…", kind="RanksMissing", nodes=(2,)), 43.0, first=False)
     assert isinstance(late, RanksMissing) and late.ranks == (2,)
     assert late.message == "node 2 (gpu-17): its `tenuto run` has not come to /meet within 43.0 s"
-    differ = nodes._apart(Answer(error="the nodes disagree: 'x' on node 1", kind="RanksDisagree"), 43.0)
+    differ = nodes._apart(Answer(error="the nodes disagree: 'x' on node 1", kind="RanksDisagree"), 43.0, first=True)
     assert isinstance(differ, RanksDisagree)
     assert differ.message == "the nodes cannot start together: the nodes disagree: 'x' on node 1"
-    lost = nodes._apart(Answer(error="the directory fails", kind="RankStoreLost"), 43.0)
+    lost = nodes._apart(Answer(error="the directory fails", kind="RankStoreLost"), 43.0, first=True)
     assert type(lost) is RanksError and lost.hint and "look at /meet on this node" in lost.hint
+    two = Nodes(0, 2, Path("/meet"))
+    alone = Answer(error="…", kind="RanksMissing", nodes=(1,))
+    assert two._apart(alone, 600.0, first=True).message.endswith("; node 0 is alone there")
+    assert "alone" not in two._apart(alone, 43.0, first=False).message, "they have met before, in that directory"
     assert nodes.words(Outcome("lost", (2,), "why")) == "node 2 (gpu-17) is lost: why"
     assert nodes.words(Outcome("ended", (1,), "killed (SIGKILL)")) == "node 1: killed (SIGKILL)"

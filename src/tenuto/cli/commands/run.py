@@ -98,6 +98,7 @@ def run(
         on=on or (), notices=notices, record=record, risk=risk, notify=notify or (),
         start_within=start_within, end_within=end_within,
     )  # fmt: skip
+    sizes = sizes_of(ranks, command)
     account = supervised(
         command,
         Limits(restarts, per_hour, in_vain, per_cause=said.rules.most, final=said.final),
@@ -112,11 +113,11 @@ def run(
         json=json,
         at_end=flush_of(where),
         emergency=emergency or (),
-        recovery=said.recovery(sizes_of(ranks, command)),
+        recovery=said.recovery(sizes),
         notify=said.notify,
         watching=said.watching,
         nodes=nodes_of(
-            nodes, node_rank, meet, _line,
+            nodes, node_rank, meet, sizes=sizes,
             first_s=parse_time(meet_within, "--meet-within"), patience_s=parse_time(patience, "--patience"),
         ),
     )  # fmt: skip
