@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Final
 
 from tenuto.concurrency.memory_headroom import memory_kills
-from tenuto.concurrency.process_trees import lives
 from tenuto.errors import RanksError, TenutoError, UsageError
 from tenuto.record import record
 from tenuto.supervisor.actions import CAUSES_OF
@@ -28,6 +27,7 @@ from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.meeting import Outcome
 from tenuto.supervisor.nodes import OTHERS_GRACE_S, Course, Nodes
 from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans
+from tenuto.supervisor.steps import Steps, of_the_living
 from tenuto.supervisor.strategies import Recovery, cause_of, decisive, evidence_of
 from tenuto.supervisor.watching import Demand, Watching
 from tenuto.telemetry import last_words
@@ -38,7 +38,6 @@ from tenuto.telemetry.heartbeat import (
     TRAINING,
     VARIABLE,
     Beat,
-    newest,
     read_beats,
     read_emergency,
     read_run,
@@ -62,7 +61,6 @@ START_S: Final = 2 * 3600.0
 """A start that has not come to its first step by then hangs: what is restored is read by then."""
 END_S: Final = 3600.0
 """An end that is still saving then hangs: a Checkpointer itself waits for minutes at most."""
-RECENT_STEPS: Final = 50
 STACKS_S: Final = 10.0
 
 
@@ -284,7 +282,7 @@ class Supervisor:
                 continue
             looked_s = now_s
             tree.reap()
-            living = _of_the_living(read_beats(beats))
+            living = of_the_living(read_beats(beats))
             self._take(steps, beats, living, now_s, number)
             if (evidence := self._met_demand(beats, living, now_s)) is not None:
                 return evidence
@@ -483,55 +481,6 @@ class Supervisor:
         if self._asked and self.nodes is not None:
             self.nodes.leave(self._why_asked())
         return bool(self._asked)
-
-
-class Steps:
-    """The steps of one start, by the beats of its ranks. The slowest rank counts: one that stands still holds all."""
-
-    def __init__(self) -> None:
-        self.newest: int | None = None
-        """The highest step that it came to."""
-        self.began: int | None = None
-        """The step that it resumed at."""
-        self.ranks = 0
-        self.phase = STARTING
-        self.started_s = self.trained_s = time.monotonic()
-        """`trained_s`: when it was last seen before its end."""
-        self.last_s = self.started_s
-        """When it last made a step, or was not expected to make any."""
-        self.stepped = False
-        """Whether it has made a step, or ended without."""
-        self.durations: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._at: int | None = None
-
-    def take(self, beats: Sequence[Beat], now_s: float) -> None:
-        latest = newest(beats)
-        if not latest:
-            return
-        self.ranks = max(self.ranks, len(latest))
-        slowest = min(latest.values(), key=lambda beat: beat.step)
-        was = self.phase
-        self.phase = STARTING if any(beat.phase == STARTING for beat in latest.values()) else slowest.phase
-        if self.began is None and self.phase != STARTING:
-            self.began = min(beat.began for beat in latest.values())
-        if slowest.step != self._at:
-            # From one step to a higher one. A first step may be that of a resume, and a launcher may have gone back.
-            if self._at is not None and slowest.step > self._at and was == TRAINING:
-                self.durations.append(max(slowest.at_s - self.last_s, 0.0) / (slowest.step - self._at))
-            self._at, self.last_s = slowest.step, slowest.at_s
-            self.newest = max(self.newest or 0, slowest.step)
-        elif self.phase != TRAINING:
-            self.last_s = now_s
-        self.stepped |= self.phase in (ENDING, ENDED) or (self.began is not None and slowest.step > self.began)
-        if self.phase not in (ENDING, ENDED):
-            self.trained_s = now_s
-
-
-def _of_the_living(beats: Iterable[Beat]) -> list[Beat]:
-    """Returns the beats of processes that live: a launcher may have replaced some, by fewer. All of them where none is
-    found, as in another pid namespace."""
-    every = list(beats)
-    return [beat for beat in every if lives(beat.pid)] or every
 
 
 def summary(account: Account) -> str:
