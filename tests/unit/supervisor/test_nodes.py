@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tenuto.errors import RanksDisagree, RanksError, RanksMissing, UsageError
+from tenuto.errors import RanksDisagree, RanksError, RanksMissing, RankStoreLost, UsageError
 from tenuto.supervisor.decide import Decision, Ending, Kind
-from tenuto.supervisor.meeting import Answer, Outcome
+from tenuto.supervisor.meeting import Answer, MeetingProcess, Outcome
 from tenuto.supervisor.nodes import Course, Nodes, decisive_of, encoded, nodes_of
 from tenuto.supervisor.restart import Restart
 from tenuto.supervisor.strategies import Recovery
@@ -107,6 +108,25 @@ def test_nodes_that_make_no_sense_are_refused(
     with pytest.raises(UsageError, match=message) as raised:
         of(nodes, node_rank, meet)
     assert raised.value.hint and raised.value.hint.startswith("tenuto run --nodes 4")
+
+
+def test_a_start_has_not_finished_where_a_node_is_about_to_say_that_it_has_failed(tmp_path: Path) -> None:
+    """Its word lies there already, and the round has not failed yet."""
+    calls: list[str] = []
+
+    class Start:
+        def gather(self, deadline: float) -> list[bytes]:
+            return [b'{"kind": "finished"}', b'{"kind": "failed"}']
+
+        def broadcast(self, data: bytes) -> None:
+            calls.append("finished")
+
+        def receive(self, deadline: float) -> bytes:
+            raise RankStoreLost("x, where the ranks meet, fails", subject="x", hint="wait")
+
+    process = MeetingProcess(tmp_path, 0, 2, patience_s=30.0, facts={}, out=-1)
+    found = process._outcome(SimpleNamespace(is_coordinator=True), Start())  # type: ignore[arg-type]
+    assert not calls and found == Outcome("lost", (), f"{tmp_path}, where the nodes meet, fails")
 
 
 def test_why_nodes_have_not_met_is_said_of_nodes() -> None:
