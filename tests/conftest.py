@@ -97,6 +97,7 @@ LONGEST = [
     "multiprocess/test_ranks.py",
     "crash/test_corruption.py",
     "e2e/test_memory.py",
+    "e2e/test_run_nodes.py",
     "unit/codec/test_codecs.py",
     "unit/encoding/test_encoded_places.py",
     "multiprocess/test_ranks_trouble.py",

@@ -13,6 +13,7 @@ from typing import Any
 
 import tenuto
 from support import loaded_interpreter
+from support.loaded_interpreter import Program
 
 TENUTO = [sys.executable, "-c", "from tenuto.cli.application import run; run()"]
 SRC = str(Path(tenuto.__file__).parents[1])
@@ -37,6 +38,23 @@ def finished(directory: Path, script: str, *options: str, **more: Any) -> subpro
     return loaded_interpreter.run([*TENUTO[1:], *words], cwd=directory, env=environment, timeout=100)
 
 
+def on_node(directory: Path, script: str, node: int, nodes: int, *options: str, **more: Any) -> Program:
+    """The supervisor of one node of a job; its script's argument is the node. Its journal is `node-N.jsonl`."""
+    here = ["--nodes", str(nodes), "--node-rank", str(node), "--meet", "meet", "--journal", f"node-{node}.jsonl"]
+    words, environment = asked(directory, script, [*here, *options], arguments=[str(node)], **more)
+    return Program([*TENUTO[1:], *words], cwd=directory, env=environment)
+
+
+def on_nodes(directory: Path, script: str, nodes: int, *options: str, **more: Any) -> list[Program]:
+    return [on_node(directory, script, node, nodes, *options, **more) for node in range(nodes)]
+
+
+def ends(programs: Sequence[Program]) -> list[tuple[int | None, str, str]]:
+    """Returns the status, stdout and stderr of each, once all have ended."""
+    said = [program.communicate(timeout=100) for program in programs]
+    return [(program.returncode, *one) for program, one in zip(programs, said, strict=True)]
+
+
 def asked(
     directory: Path,
     script: str,
@@ -54,8 +72,15 @@ def asked(
     return ["run", "--journal", "journal.jsonl", *options, "--", *what], environment
 
 
-def events(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()]
+def events(directory: Path, journal: str = "journal.jsonl") -> list[dict[str, Any]]:
+    path = directory / journal
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def happened(directory: Path, node: int, event: str) -> list[dict[str, Any]]:
+    """Returns what the journal of a node has of an event so far."""
+    name = f"node-{node}.jsonl"
+    return [one for one in events(directory, name) if one["event"] == event] if (directory / name).exists() else []
 
 
 def await_that(holds: Callable[[], bool]) -> None:

@@ -64,9 +64,25 @@ def test_the_batch_script_starts_a_supervisor_with_its_journal_and_passes_a_sign
     process.terminate()
     assert process.wait(30) == 143
     called, asked = (tmp_path / "called").read_text().splitlines()
+    assert called.startswith("run --nodes auto --meet meet/20007 ")
     assert "--journal journals/20007-0-1.jsonl -- torchrun --nnodes 2" in called
     assert "--node-rank 1" in called and "--rdzv-endpoint first:20007" in called
     assert asked == "asked"
+
+
+@pytest.mark.parametrize(("status", "queued"), [(0, []), (1, []), (17, ["requeue 7"])])
+def test_the_batch_script_queues_a_job_again_whose_node_was_lost(
+    tmp_path: Path, status: int, queued: list[str]
+) -> None:
+    (tmp_path / "scontrol").write_text('#!/bin/bash\n[ "$1" = show ] && echo first || echo "$@" >> queued\n')
+    (tmp_path / "srun").write_text(f"#!/bin/bash\nexit {status}\n")
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **slurm}
+    done = subprocess.run(["bash", str(EXAMPLES / "slurm.sbatch")], cwd=tmp_path, env=environment, check=False)
+    found = tmp_path / "queued"
+    assert (done.returncode, found.read_text().splitlines() if found.exists() else []) == (status, queued)
 
 
 def test_the_manifest_has_what_a_pod_needs_to_save_and_to_resume_from_memory() -> None:
@@ -81,13 +97,17 @@ def test_the_manifest_has_what_a_pod_needs_to_save_and_to_resume_from_memory() -
     pod: dict[str, Any] = job["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["restartPolicy"] == "Never"
-    assert container["command"][:2] == ["tenuto", "run"] and f"--nnodes={job['completions']}" in container["command"]
+    command = container["command"]
+    assert command[:2] == ["tenuto", "run"] and f"--nnodes={job['completions']}" in command
+    assert command[command.index("--nodes") + 1] == str(job["completions"])
+    meet = Path(command[command.index("--meet") + 1])
     stop_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > grace(container["command"]) + stop_s
     mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
     volumes = {one["name"]: one for one in pod["volumes"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert volumes[mounts["/checkpoints"]]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert meet.is_relative_to("/checkpoints") and meet.name == jobset["metadata"]["name"]
     name = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['metadata']['name']}"
     assert f"--rdzv-endpoint={name}:29500" in container["command"]
 

@@ -12,12 +12,13 @@ from tenuto.telemetry.last_words import LastWords
 from tenuto.units import count, seconds
 
 Kind = Literal[
-    "finished", "asked to leave",
+    "finished", "asked to leave", "another node",
     "failed", "killed", "hung", "out of memory", "unhealthy", "device", "disk full", "damaged",
 ]  # fmt: skip
-"""How a start ended: with status 0; by a signal that asks to leave, after which a training has saved; with another
-status; by a signal; stopped here, because it made no step; for want of memory of the host or of a device; because
-values or loss went wrong; by an error of a device; on a full disk; or because no checkpoint can be restored."""
+"""How a start ended: with status 0; by a signal that asks to leave, after which a training has saved; stopped here,
+because another node's has ended; with another status; by a signal; stopped here, because it made no step; for want of
+memory of the host or of a device; because values or loss went wrong; by an error of a device; on a full disk; or
+because no checkpoint can be restored."""
 CAUSES: Final[tuple[Kind, ...]] = (
     "failed", "killed", "hung", "out of memory", "unhealthy", "device", "disk full", "damaged",
 )  # fmt: skip
@@ -46,7 +47,7 @@ class Ending:
     @property
     def failed(self) -> bool:
         """Whether it is an end that nobody has asked for."""
-        return self.kind in CAUSES
+        return self.kind in CAUSES or self.kind == "another node"
 
     @property
     def progress(self) -> bool:

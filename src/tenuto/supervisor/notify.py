@@ -41,6 +41,8 @@ class Message:
 
 def message_of(event: str, facts: Mapping[str, Any], what: str) -> Message | None:
     """Returns what people are told of an event of the journal; None for most. what: the training, in words."""
+    if event == "died" and facts["kind"] == "another node":
+        return None  # that node tells it
     if event == "died":
         at = "" if facts.get("step") is None else f" at step {facts['step']}"
         return Message("warning", f"{what}: {facts['kind']}", f"{facts['evidence']}{at}", f"died {facts['kind']}")

@@ -11,7 +11,7 @@ from tenuto.errors import TenutoError, UsageError, did_you_mean
 from tenuto.record import record
 from tenuto.supervisor.decide import CAUSES, HOUR_S, Ending, Kind
 from tenuto.supervisor.detectors.contract import FINDINGS
-from tenuto.supervisor.restart import Restart
+from tenuto.supervisor.restart import Restart, restart
 from tenuto.telemetry.last_words import LastWords
 
 Strategy = Literal["restart", "rollback", "smaller-batch", "shrink", "repair", "stop"]
@@ -115,6 +115,13 @@ class Recovery:
     next: Restart = field(default_factory=Restart)
     _size: int = 0
     _went_back_to: int | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Returns what it keeps, for the supervisors of other nodes, which `adopt` it."""
+        return {"next": self.next.variables(), "size": self._size, "went_back_to": self._went_back_to}
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        self.next, self._size, self._went_back_to = restart(state["next"]), state["size"], state["went_back_to"]
 
     def command(self, words: Sequence[str]) -> list[str]:
         """Returns the command of the next start, with its number of ranks."""

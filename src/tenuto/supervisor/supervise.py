@@ -9,23 +9,25 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from tenuto.concurrency.memory_headroom import memory_kills
-from tenuto.concurrency.process_trees import lives
-from tenuto.errors import TenutoError, UsageError
+from tenuto.errors import RanksError, TenutoError, UsageError
 from tenuto.record import record
 from tenuto.supervisor.actions import CAUSES_OF
 from tenuto.supervisor.beats_directory import beats_directory
 from tenuto.supervisor.chaos import Injector
-from tenuto.supervisor.decide import Ending, Kind, Limits, decide, silence_allowed, silence_words
+from tenuto.supervisor.decide import Decision, Ending, Kind, Limits, decide, silence_allowed, silence_words
 from tenuto.supervisor.journal import Journal
+from tenuto.supervisor.meeting import Outcome
+from tenuto.supervisor.nodes import OTHERS_GRACE_S, Course, Nodes
 from tenuto.supervisor.process_tree import ProcessTree, adopt_orphans
+from tenuto.supervisor.steps import Steps, of_the_living
 from tenuto.supervisor.strategies import Recovery, cause_of, decisive, evidence_of
 from tenuto.supervisor.watching import Demand, Watching
 from tenuto.telemetry import last_words
@@ -36,7 +38,6 @@ from tenuto.telemetry.heartbeat import (
     TRAINING,
     VARIABLE,
     Beat,
-    newest,
     read_beats,
     read_emergency,
     read_run,
@@ -60,7 +61,6 @@ START_S: Final = 2 * 3600.0
 """A start that has not come to its first step by then hangs: what is restored is read by then."""
 END_S: Final = 3600.0
 """An end that is still saving then hangs: a Checkpointer itself waits for minutes at most."""
-RECENT_STEPS: Final = 50
 STACKS_S: Final = 10.0
 
 
@@ -115,6 +115,8 @@ class Supervisor:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     recovery: Recovery = field(default_factory=Recovery)
     injector: Injector | None = None
+    nodes: Nodes | None = None
+    """The supervisors of the job's other nodes; None without any."""
     watching: Watching | None = None
     """What watches the machine; None: nothing but the training's steps."""
     quiet_stdout: bool = False
@@ -127,43 +129,43 @@ class Supervisor:
     """Places and runs that it trains, in order."""
     _emergency: dict[str, None] = field(default_factory=dict)
     """Emergency places of what it trains, in order."""
-    _reached: int = 0
+    _course: Course = field(init=False)
+    _ended_by: str = ""
+    """Why another node ends this start; `_ended_by_s`: since when that is known."""
+    _ended_by_s: float = 0.0
+    _asked_by: str = ""
+    """Which other node has asked it to leave, and why."""
     _died_s: float | None = None
     _lost_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._course = Course(self.recovery)
 
     def run(self) -> Account:
         if threaded():
             raise UsageError("a supervisor has a process of its own, with one thread", subject="tenuto run")
         began_s = time.monotonic()
         adopt_orphans()
-        endings: list[Ending] = []
+        endings = self._course.endings
         self.journal.write("supervising", command=list(self.command), pid=os.getpid())
         with self._passing_signals_on():
+            own: Ending | None = None
             while True:
-                ending = self._one_start(began_s, len(endings) + 1)
-                endings.append(ending)
-                decision = decide(endings, self.limits)
-                if self._asked and decision.restart:
-                    reason = f"{self._why_asked()} came, and it ended by {ending.evidence}"
-                    break
+                decision, how = self._what_follows(own)
                 if not decision.restart:
                     reason = decision.reason
                     break
-                how = self.recovery.prepare(endings, self.report)
-                wait = f" in {seconds(decision.after_s)}" if decision.after_s else ""
-                more = f" {how}" if how else ""
-                self.report(f"{decision.reason}: started again{more}{wait} (restart {len(endings)})")
-                self.journal.write(
-                    "restarting", reason=decision.reason, how=how, after_s=decision.after_s, restart=len(endings)
-                )
-                if self._asked_within(decision.after_s):
-                    reason = f"{self._why_asked()} came while it was down ({decision.reason})"
-                    break
+                if decision.reason:
+                    self._report_restart(decision, how)
+                    if self._asked_within(decision.after_s):
+                        reason = f"{self._why_asked()} came while it was down ({decision.reason})"
+                        break
+                own = self._one_start(began_s, len(endings) + 1)
         if self._died_s is not None and endings[-1].failed:
             self._lost_s += time.monotonic() - self._died_s
         saved = None if endings[-1].kind == "finished" else self._save_what_is_left()
         status = endings[-1].status
-        step = self._reached or None
+        step = self._course.reached or None
         self.journal.write(
             "ended", status=status, reason=reason, lost_s=round(self._lost_s, 3), step=step, saved=saved,
             failed=endings[-1].failed,
@@ -171,6 +173,33 @@ class Supervisor:
         path = None if self.journal.path is None else str(self.journal.path)
         cpu_s = 0.0 if self.watching is None else self.watching.close()
         return Account(status, reason, tuple(endings), self._lost_s, time.monotonic() - began_s, step, path, cpu_s)
+
+    def _report_restart(self, decision: Decision, how: str) -> None:
+        number = len(self._course.endings)
+        wait = f" in {seconds(decision.after_s)}" if decision.after_s else ""
+        more = f" {how}" if how else ""
+        self.report(f"{decision.reason}: started again{more}{wait} (restart {number})")
+        self.journal.write("restarting", reason=decision.reason, how=how, after_s=decision.after_s, restart=number)
+
+    def _what_follows(self, own: Ending | None) -> tuple[Decision, str]:
+        """Returns what follows the end of a start, and in words what was done for the next one. own: how it has ended
+        here; None before the first."""
+        if self.nodes is not None:
+            return self._what_follows_for_all(self.nodes, own)
+        if own is None:
+            return Decision(True, ""), ""
+        self._course.endings.append(own)
+        return self._decided()
+
+    def _decided(self) -> tuple[Decision, str]:
+        """Decides after the last ending of the course, and does what the next start needs."""
+        endings = self._course.endings
+        decision = decide(endings, self.limits)
+        if not decision.restart:
+            return decision, ""
+        if self._asked:
+            return Decision(False, f"{self._why_asked()} came, and it ended by {endings[-1].evidence}"), ""
+        return decision, self.recovery.prepare(endings, self.report)
 
     def _save_what_is_left(self) -> str | None:
         try:
@@ -200,7 +229,8 @@ class Supervisor:
                 raise AssertionError("it is neither hung nor has it ended")
             self._take(steps, beats, list(read_beats(beats)), time.monotonic(), number)
             # What was asked to leave has had its time. What hangs leaves at once, if it can.
-            tree.end(0.0 if self._asked else min(self.watch.grace_s, HUNG_GRACE_S))
+            most_s = OTHERS_GRACE_S if self._ended_by else HUNG_GRACE_S
+            tree.end(0.0 if self._asked else min(self.watch.grace_s, most_s))
             code = tree.wait(0)
             if hung is not None and not code:
                 code = STATUS_HUNG
@@ -209,9 +239,9 @@ class Supervisor:
         kind, evidence = self._kind(-9 if code is None else code, hung, memory_kills() > kills, words, steps.ranks)
         if kind == "unhealthy" and not code:
             code = STATUS_UNHEALTHY
-        new = steps.newest is not None and steps.newest > self._reached
+        new = steps.newest is not None and steps.newest > self._course.reached
         if steps.newest is not None:
-            self._reached = max(self._reached, steps.newest)
+            self._course.reached = max(self._course.reached, steps.newest)
         shell = _shell_status(code)
         if self.watching is not None:
             self.watching.ended(kind)
@@ -234,8 +264,12 @@ class Supervisor:
             now_s = time.monotonic()
             while self._to_pass_on:
                 tree.signal(self._to_pass_on.popleft())
+            if self.nodes is not None and (evidence := self._follow(self.nodes.outcome_elsewhere())) is not None:
+                return evidence
             if self._asked and left_s is None:
                 left_s, grace_s = now_s + self._grace_s(), self._grace_s()
+                if self.nodes is not None:
+                    self.nodes.leave(self._why_asked())
             if left_s is not None and now_s > left_s:
                 return f"it was asked to leave and had not within {seconds(grace_s)}"
             deadline_s = self.watch.deadline_s
@@ -248,16 +282,16 @@ class Supervisor:
                 continue
             looked_s = now_s
             tree.reap()
-            living = _of_the_living(read_beats(beats))
+            living = of_the_living(read_beats(beats))
             self._take(steps, beats, living, now_s, number)
-            if (evidence := self._met(beats, living, now_s)) is not None:
+            if (evidence := self._met_demand(beats, living, now_s)) is not None:
                 return evidence
             if left_s is None and (evidence := self._hung(steps, now_s)) is not None:
                 self._note_stacks(tree, evidence)
                 return evidence
         return None
 
-    def _met(self, beats: Path, living: Sequence[Beat], now_s: float) -> str | None:
+    def _met_demand(self, beats: Path, living: Sequence[Beat], now_s: float) -> str | None:
         """Does what is found on the machine asks for; returns why the command is to be ended, if it is."""
         leaving = bool(self._asked)
         demand = None if self.watching is None else self.watching.observe(beats, living, now_s, leaving=leaving)
@@ -302,7 +336,7 @@ class Supervisor:
 
     def _note_progress(self, steps: Steps) -> None:
         """Counts the time since the last death as lost once there is a step that nobody had come to before."""
-        if self._died_s is not None and steps.newest is not None and steps.newest > self._reached:
+        if self._died_s is not None and steps.newest is not None and steps.newest > self._course.reached:
             lost_s = time.monotonic() - self._died_s
             self._lost_s, self._died_s = self._lost_s + lost_s, None
             self.journal.write("recovered", step=steps.newest, lost_s=round(lost_s, 3))
@@ -343,6 +377,10 @@ class Supervisor:
     def _kind(
         self, code: int, hung: str | None, memory: bool, words: LastWords | None = None, ranks: int = 1
     ) -> tuple[Kind, str]:
+        if self._ended_by and words is not None and words.at_s < self._ended_by_s:
+            return cause_of(words), evidence_of(words, ranks)  # it was ending by itself
+        if self._ended_by:
+            return "another node", self._ended_by
         if hung is not None and not self._asked:
             return "hung" if self._demand is None else CAUSES_OF.get(self._demand.finding.name, "hung"), hung
         if words is not None and words.unhealthy and not self._asked:
@@ -361,6 +399,51 @@ class Supervisor:
             return cause_of(words), evidence_of(words, ranks)
         return "failed", f"status {code}"
 
+    # -- other nodes ---------------------------------------------------------------------------------------------------
+
+    def _what_follows_for_all(self, nodes: Nodes, own: Ending | None) -> tuple[Decision, str]:
+        """As `_what_follows`, agreed with the other nodes. Raises RanksError where they never meet."""
+        asked = lambda: self._why_asked() if self._asked else ""  # noqa: E731
+        outcome = None if own is None else nodes.settle(own, asked)
+        if outcome is not None and outcome.what == "leave":
+            self._follow(outcome)
+        if own is not None and own.kind == "finished" and outcome is not None and outcome.what in ("ended", "lost"):
+            own = replace(own, kind="another node", evidence=nodes.words(outcome))
+        try:
+            over = self._asked or (outcome is not None and outcome.what == "finished")
+            met = None if over else nodes.meet(own, self._course, self._decided, asked)
+        except RanksError as error:
+            if own is None:
+                facts = {"status": error.exit_code, "lost_s": 0.0, "step": None, "saved": None, "failed": True}
+                self.journal.write("ended", reason=error.message, **facts)
+                raise
+            self._course.endings.append(replace(own, status=error.exit_code))
+            return Decision(False, f"{own.evidence}; {error.message}; {error.hint}"), ""
+        if met is not None:
+            self._ended_by = ""
+            return met
+        if own is None:
+            why, now_s = self._why_asked(), time.monotonic()
+            own = Ending("asked to leave", 128 + self._asked[0], now_s, now_s, evidence=why)
+        self._course.endings.append(own)
+        return self._decided()
+
+    def _follow(self, outcome: Outcome | None) -> str | None:
+        """Does what another node asks for, if one does; returns why the command is to be ended."""
+        if self.nodes is None or outcome is None or self._asked:
+            return None
+        words = self.nodes.words(outcome)
+        if outcome.what == "leave":
+            self.report(f"{words}: the training here is asked to leave too")
+            self._asked_by = words
+            self._ask(signal.SIGTERM)
+            return None
+        if not self._ended_by:
+            self._ended_by_s = time.monotonic()
+            self.report(f"{words}: the training here is ended too")
+        self._ended_by = words
+        return words
+
     # -- signals -------------------------------------------------------------------------------------------------------
 
     def _ask(self, number: int) -> None:
@@ -371,6 +454,8 @@ class Supervisor:
 
     def _why_asked(self, number: int | None = None) -> str:
         """Returns what has asked it to leave: a finding, or a signal. `number`: the signal, where none came here."""
+        if self._asked_by:
+            return self._asked_by
         if self._demand is not None and self._demand.action == "leave":
             return self._demand.words
         return signal.Signals(self._asked[0] if self._asked or number is None else number).name
@@ -391,56 +476,11 @@ class Supervisor:
         until = time.monotonic() + wait_s
         while not self._asked and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, POLL_S))
+            if self.nodes is not None and self._follow(self.nodes.outcome_elsewhere()) is not None:
+                break
+        if self._asked and self.nodes is not None:
+            self.nodes.leave(self._why_asked())
         return bool(self._asked)
-
-
-class Steps:
-    """The steps of one start, by the beats of its ranks. The slowest rank counts: one that stands still holds all."""
-
-    def __init__(self) -> None:
-        self.newest: int | None = None
-        """The highest step that it came to."""
-        self.began: int | None = None
-        """The step that it resumed at."""
-        self.ranks = 0
-        self.phase = STARTING
-        self.started_s = self.trained_s = time.monotonic()
-        """`trained_s`: when it was last seen before its end."""
-        self.last_s = self.started_s
-        """When it last made a step, or was not expected to make any."""
-        self.stepped = False
-        """Whether it has made a step, or ended without."""
-        self.durations: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._at: int | None = None
-
-    def take(self, beats: Sequence[Beat], now_s: float) -> None:
-        latest = newest(beats)
-        if not latest:
-            return
-        self.ranks = max(self.ranks, len(latest))
-        slowest = min(latest.values(), key=lambda beat: beat.step)
-        was = self.phase
-        self.phase = STARTING if any(beat.phase == STARTING for beat in latest.values()) else slowest.phase
-        if self.began is None and self.phase != STARTING:
-            self.began = min(beat.began for beat in latest.values())
-        if slowest.step != self._at:
-            # From one step to a higher one. A first step may be that of a resume, and a launcher may have gone back.
-            if self._at is not None and slowest.step > self._at and was == TRAINING:
-                self.durations.append(max(slowest.at_s - self.last_s, 0.0) / (slowest.step - self._at))
-            self._at, self.last_s = slowest.step, slowest.at_s
-            self.newest = max(self.newest or 0, slowest.step)
-        elif self.phase != TRAINING:
-            self.last_s = now_s
-        self.stepped |= self.phase in (ENDING, ENDED) or (self.began is not None and slowest.step > self.began)
-        if self.phase not in (ENDING, ENDED):
-            self.trained_s = now_s
-
-
-def _of_the_living(beats: Iterable[Beat]) -> list[Beat]:
-    """Returns the beats of processes that live: a launcher may have replaced some, by fewer. All of them where none is
-    found, as in another pid namespace."""
-    every = list(beats)
-    return [beat for beat in every if lives(beat.pid)] or every
 
 
 def summary(account: Account) -> str:

@@ -113,6 +113,11 @@ def test_findings_are_told_where_they_are_severe() -> None:
     assert message_of("started", {"start": 1, "pid": 7}, "x") is None
 
 
+def test_an_end_that_another_node_has_brought_about_is_not_told_once_more() -> None:
+    died = {"kind": "another node", "evidence": "node 1: killed (SIGKILL)", "step": 7}
+    assert message_of("died", died, "x") is None and message_of("died", {**died, "kind": "killed"}, "x") is not None
+
+
 def test_urls_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHOM", "json://a json://b")
     assert urls_of(["slack://c", "env:WHOM"]) == ["slack://c", "json://a", "json://b"]

@@ -16,9 +16,11 @@ from tenuto.supervisor.decide import Ending, Limits
 from tenuto.supervisor.detectors.contract import Finding, Name
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.process_tree import ProcessTree
-from tenuto.supervisor.supervise import Account, Steps, Supervisor, Watch, summary
+from tenuto.supervisor.steps import Steps
+from tenuto.supervisor.supervise import Account, Supervisor, Watch, summary
 from tenuto.supervisor.watching import Demand
 from tenuto.telemetry.heartbeat import ENDED, ENDING, STARTING, TRAINING, Beat
+from tenuto.telemetry.last_words import LastWords
 
 
 def supervisor(*command: str, **more: Any) -> Supervisor:
@@ -138,6 +140,14 @@ def test_how_it_ended_by_its_status(code: int, memory: bool, asked: list[int], k
     found = supervisor("true")
     found._asked = asked
     assert found._kind(code, None, memory)[0] == kind
+
+
+@pytest.mark.parametrize(("said_s", "kind"), [(40.0, "out of memory"), (60.0, "another node")])
+def test_one_that_was_ending_by_itself_when_another_node_ended_has_a_cause_of_its_own(said_s: float, kind: str) -> None:
+    found = supervisor("true")
+    found._ended_by, found._ended_by_s = "node 1: killed (SIGKILL)", 50.0
+    words = LastWords(1, 0, 7, said_s, "MemoryError: no room", errors=("MemoryError",))
+    assert found._kind(143, "node 1: killed (SIGKILL)", False, words)[0] == kind
 
 
 def test_a_program_without_steps_is_not_said_to_have_come_as_far_again() -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tenuto.supervisor.decide import Kind, Limits
     from tenuto.supervisor.detectors.contract import Name
     from tenuto.supervisor.journal import Journal
+    from tenuto.supervisor.nodes import Nodes
     from tenuto.supervisor.risk.predict import RiskPredictor
     from tenuto.supervisor.strategies import Recovery, Rules
     from tenuto.supervisor.supervise import Account, Watch
@@ -61,6 +62,13 @@ def run(
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING, show_default=False)] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING)] = "",
+    nodes: Annotated[str, typer.Option(metavar="N", help="Nodes of the job; `auto`: the scheduler's.")] = "",
+    node_rank: Annotated[
+        int | None, typer.Option(metavar="N", help="This one's number, from 0; else the scheduler's.")
+    ] = None,
+    meet: Annotated[str, typer.Option(metavar="DIR", help="Shared by all nodes, which agree there.")] = "",
+    meet_within: Annotated[str, typer.Option(metavar="TIME", help="For all nodes to start.")] = "10m",
+    patience: Annotated[str, typer.Option(metavar="TIME", help="With a node that is silent.")] = "30s",
     emergency: Annotated[
         list[str] | None,
         typer.Option("--emergency", metavar="WHERE", help="Takes the last state if its store does not."),
@@ -80,6 +88,7 @@ def run(
     """
     from tenuto.model.sizes import parse_time
     from tenuto.supervisor.decide import Limits
+    from tenuto.supervisor.nodes import nodes_of
     from tenuto.supervisor.supervise import Watch, summary
 
     for name, value in (("--restarts", restarts), ("--per-hour", per_hour), ("--in-vain", in_vain)):
@@ -89,6 +98,7 @@ def run(
         on=on or (), notices=notices, record=record, risk=risk, notify=notify or (),
         start_within=start_within, end_within=end_within,
     )  # fmt: skip
+    sizes = sizes_of(ranks, command)
     account = supervised(
         command,
         Limits(restarts, per_hour, in_vain, per_cause=said.rules.most, final=said.final),
@@ -103,10 +113,14 @@ def run(
         json=json,
         at_end=flush_of(where),
         emergency=emergency or (),
-        recovery=said.recovery(sizes_of(ranks, command)),
+        recovery=said.recovery(sizes),
         notify=said.notify,
         watching=said.watching,
-    )
+        nodes=nodes_of(
+            nodes, node_rank, meet, sizes=sizes,
+            first_s=parse_time(meet_within, "--meet-within"), patience_s=parse_time(patience, "--patience"),
+        ),
+    )  # fmt: skip
     if json:
         output.document("run", document_of(account))
     elif account.restarts or account.status:
@@ -279,6 +293,7 @@ def supervised(
     injector: Injector | None = None,
     watching: Callable[[Journal], Watching] | None = None,
     emergency: Sequence[str] = (),
+    nodes: Nodes | None = None,
 ) -> Account:
     """Runs a command to its end, with a line on stderr for what happens. `emergency`: places for what trains there,
     where its script names none. Raises UsageError where it cannot be run."""
@@ -295,7 +310,7 @@ def supervised(
     noted = Journal(path, _line)
     supervisor = Supervisor(
         command, limits, watch, noted, _line, at_end=at_end, quiet_stdout=json, injector=injector,
-        recovery=recovery or Recovery(), environment=environment,
+        recovery=recovery or Recovery(), environment=environment, nodes=nodes,
     )  # fmt: skip
     supervisor.watching = watching(noted) if watching is not None else None
     notifier: Notifier | None = None
@@ -313,6 +328,8 @@ def supervised(
     finally:
         if supervisor.watching is not None:
             supervisor.watching.close()
+        if nodes is not None:
+            nodes.close()
         if notifier is not None:
             notifier.close()
 

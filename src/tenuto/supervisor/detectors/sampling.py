@@ -1,7 +1,6 @@
 """The sampling process: reads what detectors watch, each in a thread of its own, and writes samples into a pipe.
 
-A disk or a driver that does not answer holds up its own thread alone, and the supervisor, which reads the pipe without
-waiting, never. The process ends with the pipe to it, and so with the supervisor.
+A disk or a driver that does not answer holds up its own thread alone, and the supervisor never.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -20,11 +18,11 @@ from typing import IO, Final
 from tenuto.supervisor.detectors.contract import Detector, Sample
 from tenuto.supervisor.detectors.disk import Disk
 from tenuto.supervisor.detectors.registry import detectors
+from tenuto.supervisor.helper_process import HelperProcess
 
 OWN: Final = "sampling"
 """The source of the samples about this process itself: `cpu_s`, the processor time that it has taken."""
 OWN_PERIOD_S: Final = 60.0
-_AT_ONCE: Final = 1 << 20
 END_S: Final = 5.0
 
 
@@ -33,42 +31,27 @@ class SamplingProcess:
 
     def __init__(self, notices: str, report: Callable[[str], None]) -> None:
         self._report = report
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, notices], env=environment, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        self._rest = b""
+        self._process = HelperProcess(__name__, notices)
         self._places: Sequence[str] = ()
-        self._ended = self._said_odd = False
+        self._said_odd = False
         self.cpu_s = 0.0
         """Processor time that it has taken, as far as it has said so."""
 
     def watch(self, places: Sequence[str]) -> None:
         """Has these directories sampled from now on."""
-        if places == self._places or self._ended:
-            return
-        self._places = places
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: `take` says so
-            self._process.stdin.write(json.dumps(list(places)).encode() + b"\n")
-            self._process.stdin.flush()
+        if places != self._places:
+            self._places = places
+            self._process.put(list(places))
 
     def take(self) -> list[Sample]:
         """Returns the samples that have come since the last call. Does not wait."""
-        if self._ended:
-            return []
-        assert self._process.stdout is not None
-        try:
-            data = os.read(self._process.stdout.fileno(), _AT_ONCE)
-        except BlockingIOError:
-            return []
-        if not data:
-            self._ended = True
+        running = not self._process.ended
+        lines = self._process.lines()
+        if running and self._process.ended:
             self._report("the machine is not watched any more: the process that samples it has ended")
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        return self._samples(lines)
+
+    def _samples(self, lines: Sequence[bytes]) -> list[Sample]:
         found = []
         for line in lines:
             try:
@@ -90,20 +73,7 @@ class SamplingProcess:
 
     def close(self) -> None:
         """Ends it. May be called again."""
-        if self._process.returncode is not None:
-            return
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        with contextlib.suppress(OSError, ValueError):
-            self.take()  # its own account is the last line
-        self._ended = True
-        self._process.stdout.close()
+        self._samples(self._process.close(END_S))  # its own account is the last line
 
 
 class Sampling:
