@@ -1,7 +1,9 @@
 """Options of the whole test run."""
 
+import functools
 import gc
 import hashlib
+import importlib.metadata
 import logging
 import signal
 from collections.abc import Iterator
@@ -67,6 +69,8 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays: a process that a test forks would look through it all, and so copy its pages. And
     what each process that trains finds out once, from the installed packages and from git, those that are forked know.
     """
+    # Each store of a foreign scheme, and each list of formats, would read those of all installed packages anew.
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
     frameworks.declared()
     snapshot.code_identity()
     gc.collect()
