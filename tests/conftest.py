@@ -1,10 +1,15 @@
 """Options of the whole test run."""
 
+import functools
 import gc
 import hashlib
+import importlib.metadata
+import logging
 import signal
 from collections.abc import Iterator
+from typing import Any
 
+import _pytest.logging
 import pytest
 from hypothesis import settings
 
@@ -21,6 +26,29 @@ def pytest_configure(config: pytest.Config) -> None:
     """A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _OfTheRootLogger(_pytest.logging.catching_logs[Any]):
+    """What is logged during a test, for `caplog` and for the report of a failure.
+
+    pytest's own looks through all loggers, six times for each test, for those that pass nothing on to the root: torch
+    and others have a thousand, and thirty of these. None of Tenuto's does, so the root's handlers see all that counts.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> Any:
+        root = logging.getLogger()
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            self.orig_level = root.level
+            root.setLevel(min(self.orig_level, self.level))
+        root.addHandler(self.handler)
+        self.attached_loggers.append(root)
+        return self.handler
+
+
+_pytest.logging.catching_logs = _OfTheRootLogger  # type: ignore[misc]
 
 
 def _is_worker(config: pytest.Config) -> bool:
@@ -41,6 +69,8 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays: a process that a test forks would look through it all, and so copy its pages. And
     what each process that trains finds out once, from the installed packages and from git, those that are forked know.
     """
+    # Each store of a foreign scheme, and each list of formats, would read those of all installed packages anew.
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
     frameworks.declared()
     snapshot.code_identity()
     gc.collect()

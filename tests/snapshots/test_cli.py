@@ -436,6 +436,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "verify",
     ):
         importlib.import_module(f"tenuto.maintenance.{name}")
+    for name in (
+        *("matplotlib.backends.backend_svg", "matplotlib.figure", "matplotlib.style", "typer._click.decorators"),
+        *("tenuto.cli.console.reporting", "tenuto.cli.views.run_listing", "tenuto.cli.views.shards"),
+        *("tenuto.cli.views.state_tree", "tenuto.history.query", "tenuto.history.timeline"),
+        *("tenuto.report.facts", "tenuto.telemetry.progress"),
+    ):
+        importlib.import_module(name)
     return where
 
 

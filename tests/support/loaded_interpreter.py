@@ -30,7 +30,7 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 PLAIN = (
     *("numpy", "tenuto.training.checkpointer", "tenuto.training.exit_status", "tenuto.training.preemption"),
-    *("tenuto.certify.runner", "tenuto.cli.application"),
+    *("tenuto.certify.runner", "tenuto.cli.application", "tenuto.cli.commands.run", "tenuto.maintenance.flush"),
 )
 WITH_TORCH = (
     *("numpy", "torch._dynamo", "torch.optim.adamw", "torch.utils.data", "torchdata.stateful_dataloader"),
@@ -78,8 +78,10 @@ class Program:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         stderr: int | None = None,
+        session: bool = False,
     ) -> None:
-        """stderr: the descriptor that it writes to, `subprocess.STDOUT` for that of stdout; else a pipe."""
+        """stderr: the descriptor that it writes to, `subprocess.STDOUT` for that of stdout; else a pipe. session:
+        whether it begins one of its own."""
         modules = WITH_TORCH if torch else PLAIN
         if modules not in _servers:
             _servers[modules] = Server(modules)
@@ -89,6 +91,7 @@ class Program:
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
         given = [*theirs[:2], {None: theirs[2], subprocess.STDOUT: theirs[1]}.get(stderr, stderr)]
         about = {"words": list(words), "env": dict(os.environ if env is None else env), "cwd": str(cwd or os.getcwd())}
+        about["session"] = session
         self.pid = self._server.ask(about, given)
         self._ended = os.pidfd_open(self.pid)
         for descriptor in theirs:
@@ -103,6 +106,12 @@ class Program:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
@@ -162,6 +171,8 @@ def serve(channel: socket.socket) -> Callable[[], object] | None:
 
 def begun(asked: Mapping[str, Any], descriptors: Sequence[int]) -> Callable[[], object]:
     """In the child: takes on what it was asked for."""
+    if asked["session"]:
+        os.setsid()
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)

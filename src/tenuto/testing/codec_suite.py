@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -160,8 +161,14 @@ class CodecSuite:
         )
 
 
-def contents(size: int) -> Iterator[tuple[str, bytes]]:
-    """Yields chunks of `size` bytes and what they are: of every kind of number, and what a dtype makes of odd bits."""
+@cache
+def contents(size: int) -> tuple[tuple[str, bytes], ...]:
+    """Returns chunks of `size` bytes and what they are: of every kind of number, and what a dtype makes of odd bits.
+    Every codec is tried with the same ones, so they are made once."""
+    return tuple(_contents(size))
+
+
+def _contents(size: int) -> Iterator[tuple[str, bytes]]:
     random = np.random.default_rng(size)
     words = size // 2 + 1
     normal = random.standard_normal(words).astype(np.float32) * 0.02

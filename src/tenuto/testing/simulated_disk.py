@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -393,9 +392,19 @@ class Contents:
     blocks: tuple[bytes, ...] = ()
     size: int = 0
 
+    _digests: list[bytes] = field(default_factory=list, repr=False, compare=False)
+    """The digest, once it was asked for: most files of the disks that one point leaves are the same objects."""
+
     def data(self) -> bytes:
         content = b"".join(self.blocks)
         return content[: self.size] + bytes(max(0, self.size - len(content)))
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that are equal for equal bytes."""
+        if not self._digests:
+            self._digests.append(xxhash.xxh3_128_digest(self.data()))
+        return self._digests[0]
 
 
 @record
@@ -424,13 +433,15 @@ class DiskImage:
 
     def fingerprint(self) -> bytes:
         """Returns 16 bytes that are equal for disks with the same names and bytes, whatever the inode numbers."""
-        content = xxhash.xxh3_128()
-        for path, inode in self.inodes().items():
-            contents = self.files.get(inode)
-            content.update(f"{path}\0".encode() + (b"directory" if contents is None else _digest(contents)))
-        return content.digest()
-
-
-@lru_cache(maxsize=65536)
-def _digest(contents: Contents) -> bytes:
-    return xxhash.xxh3_128_digest(contents.data())
+        found: list[tuple[str, bytes]] = []
+        pending = [("", ROOT)]
+        while pending:
+            prefix, directory = pending.pop()
+            for name, inode in self.directories[directory].items():
+                path = f"{prefix}/{name}"
+                contents = self.files.get(inode)
+                found.append((path, b"directory" if contents is None else contents.digest))
+                if inode in self.directories:
+                    pending.append((path, inode))
+        found.sort()  # no path is there twice
+        return xxhash.xxh3_128_digest(b"".join([b"%b\0%b" % (path.encode(), digest) for path, digest in found]))

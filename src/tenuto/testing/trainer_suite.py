@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import IO, Any, ClassVar, Final, Protocol
 
 import pytest
 
@@ -35,6 +35,22 @@ SHOWN: Final = 8
 """Differences that a failure lists."""
 TAIL: Final = 3000
 """Characters of a script's stderr that a failure shows."""
+
+
+class Process(Protocol):
+    """What is asked of a running script: `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdout(self) -> IO[Any] | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class TrainerSuite:
@@ -214,6 +230,17 @@ class TrainerSuite:
         other = [f"{name} differs" for name in names if digest.get(name) != wanted.get(name)]
         return other + _differences(found["history"], plain["history"], "history")
 
+    def start(self, command: Sequence[str], *, errors: int, directory: Path) -> Process:
+        """Starts the script in `directory`, in a session of its own. errors: the descriptor of its stderr."""
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=self._environ(),
+            cwd=directory,
+            start_new_session=True,
+        )
+
     def _steps(self, plain: dict[str, Any]) -> int:
         return int(plain["steps"])
 
@@ -236,14 +263,8 @@ class Life:
         self._out.unlink(missing_ok=True)
         self._until_s = time.monotonic() + suite.deadline_s
         with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [*suite._command(where, self._out), *more],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=suite._environ(),
-                cwd=directory,
-                start_new_session=True,
-            )
+            command = [*suite._command(where, self._out), *more]
+            self._process = suite.start(command, errors=errors.fileno(), directory=directory)
         self.step = 0
         """The last step that was told."""
         self.count = 0

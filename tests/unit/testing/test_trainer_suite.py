@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.loaded_interpreter import Program
 from tenuto.testing.trainer_suite import TrainerSuite
 
 SCRIPT = Path(__file__).with_name("trainer_scripts") / "train_plain.py"
@@ -16,7 +18,8 @@ PRELOAD = ("torch", "tenuto.training.checkpointer", "tenuto.torch")
 
 
 class TestATrainerThatOwnsItsLoop(TrainerSuite):
-    """A slice: the last steps of epochs and one inside."""
+    """A slice: the last steps of epochs and one inside. The processes are forked from an interpreter that has loaded
+    torch; those of `TestEachWayThroughIt` load it themselves."""
 
     script = SCRIPT
     preload = PRELOAD
@@ -24,6 +27,9 @@ class TestATrainerThatOwnsItsLoop(TrainerSuite):
     every = 10
     again = (0.5,)
     certify_steps = ()
+
+    def start(self, command: Sequence[str], *, errors: int, directory: Path) -> Program:
+        return Program(command[1:], torch=True, env=self._environ(), cwd=directory, stderr=errors, session=True)
 
 
 @pytest.mark.long

@@ -199,6 +199,8 @@ def _check_chains(found: StoredChunks, head: Fields) -> None:
     """Checks that what a chunk is decoded from ends: no chain is endless or long."""
     built = np.flatnonzero(found.base >= 0)
     for _ in range(MAX_CHAIN):
+        if not len(built):
+            return  # mostly at once: chains are short, and many indexes have none
         below = np.unique(found.below(built))
         built = below[found.base[below] >= 0]
     if len(built):
