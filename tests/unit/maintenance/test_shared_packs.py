@@ -170,7 +170,7 @@ def needed(repo: Repo) -> set[str]:
     return {id.directory for id in ids}
 
 
-@pytest.mark.parametrize("seed", thinned(range(25), 2))
+@pytest.mark.parametrize("seed", thinned(range(25), 4))
 def test_i6_i7_every_place_has_what_its_checkpoints_rest_on_and_no_more_in_the_end(seed: int) -> None:
     world = History(seed)
     for _ in range(25):

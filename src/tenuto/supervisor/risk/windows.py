@@ -23,6 +23,42 @@ def is_fault(sample: Sample) -> bool:
     return sample.source == END and sample.kind in CAUSES
 
 
+class _Series:
+    """The newest points of one value: rows of times and of values, in a buffer that is moved up when it is full."""
+
+    __slots__ = ("_buffer", "_end", "_first")
+
+    def __init__(self) -> None:
+        self._buffer = np.empty((2, 2 * POINTS))
+        self._first = self._end = 0
+
+    def append(self, at: float, value: float) -> None:
+        buffer = self._buffer
+        if self._end == buffer.shape[1]:
+            kept = buffer[:, self._first : self._end]
+            buffer[:, : kept.shape[1]] = kept.copy()
+            self._first, self._end = 0, kept.shape[1]
+        buffer[0, self._end], buffer[1, self._end] = at, value
+        self._end += 1
+        self._first = max(self._first, self._end - POINTS)
+
+    def numbers(self, since: float) -> Iterator[tuple[str, float]]:
+        """Yields the value of each of `KINDS`, of the points that are not before `since`; drops the others."""
+        times = self._buffer[0]
+        while self._first < self._end and times[self._first] < since:
+            self._first += 1
+        if self._first == self._end:
+            return
+        at, values = self._buffer[:, self._first : self._end]
+        first, last = float(values[0]), float(values[-1])
+        yield "last", last
+        yield "max", float(np.maximum.reduce(values))
+        yield "rise", last - first
+        apart = at - np.add.reduce(at) / len(at)
+        spread = float(apart @ apart)
+        yield "slope", float(apart @ values) / spread * 60 if spread else 0.0
+
+
 @dataclass(slots=True)
 class Windows:
     """Keeps each value's last `window_s` seconds, since the last end of the training.
@@ -32,7 +68,7 @@ class Windows:
     """
 
     window_s: float
-    _series: dict[tuple[str, str, str], deque[tuple[float, float]]] = field(default_factory=dict)
+    _series: dict[tuple[str, str, str], _Series] = field(default_factory=dict)
     _faults: deque[float] = field(default_factory=lambda: deque(maxlen=POINTS))
 
     def take(self, sample: Sample) -> None:
@@ -43,35 +79,25 @@ class Windows:
             return
         for name, value in sample.values.items():
             thing, _, what = name.rpartition(".")
-            points = self._series.setdefault((sample.source, what, thing), deque(maxlen=POINTS))
-            points.append((sample.at, value))
+            key = (sample.source, what, thing)
+            series = self._series.get(key)
+            if series is None:
+                series = self._series[key] = _Series()
+            series.append(sample.at, value)
 
     def features(self, now: float) -> dict[str, float]:
         """Returns the numbers by `SOURCE.VALUE.KIND`; `end.count`: faults within the window; `end.since`: seconds since
         the last one, at most ten windows."""
         found: dict[str, float] = {}
-        for (source, what, _), points in self._series.items():
-            while points and points[0][0] < now - self.window_s:
-                points.popleft()
-            for kind, value in _numbers(points):
+        for (source, what, _), series in self._series.items():
+            for kind, value in series.numbers(now - self.window_s):
                 name = f"{source}.{what}.{kind}"
-                found[name] = max(value, found.get(name, value))
+                if name not in found or value > found[name]:
+                    found[name] = value
         longest_s = 10 * self.window_s
         found["end.count"] = float(sum(now - at <= self.window_s for at in self._faults))
         found["end.since"] = min(now - self._faults[-1], longest_s) if self._faults else longest_s
         return found
-
-
-def _numbers(points: deque[tuple[float, float]]) -> Iterator[tuple[str, float]]:
-    if not points:
-        return
-    at, values = np.array(points).T
-    yield "last", float(values[-1])
-    yield "max", float(values.max())
-    yield "rise", float(values[-1] - values[0])
-    since = at - at.mean()
-    spread = float(since @ since)
-    yield "slope", float(since @ values) / spread * 60 if spread else 0.0
 
 
 def in_words(name: str, value: float) -> str:
