@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,28 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier
 
 ALIKE = Layout(replicas=2, own=False, alike=True)
 REPLICAS = Layout(replicas=2, own=False)
+
+
+@dataclass(frozen=True)
+class More(Layout):
+    """One rank, `at`, has more than the others: `note`, a plain value; `tied`, the vector under another name; `mine`, a
+    value of its own. `first`: what the first rank saves for all."""
+
+    replicas: int = 2
+    own: bool = False
+    alike: bool = True
+    what: str = ""
+    at: int = 1
+
+    def state_of(self, rank: int, ranks: int) -> dict[str, Any]:
+        state = super().state_of(rank, ranks)
+        more = {
+            "note": [0],
+            "tied": state["bias"],
+            "mine": tenuto.per_rank([0]),
+            "first": tenuto.first_rank([7 + rank]),
+        }
+        return {**state, self.what: more[self.what]} if rank == self.at or self.what == "first" else state
 
 
 @pytest.fixture
@@ -99,11 +122,11 @@ def test_another_number_of_ranks_goes_on_from_what_those_before_had_in_memory(
 
 def test_ranks_that_have_changed_nodes_go_on_from_memory_bit_for_bit(where: Path, nodes: list[Path]) -> None:
     layout = Layout()
-    first = killed(where, 2, nodes)
-    last = live(where, roots=[nodes[1], nodes[0]])
+    first = killed(where, 2, nodes, run="Large")
+    last = live(where, roots=[nodes[1], nodes[0]], run="Large")
     assert began(last) == [(0, 13)] * 2
     right(layout, first, last)
-    assert said(last, "step 13 is in the memory of 2 ranks: saved as main/a0002/13")
+    assert said(last, "step 13 is in the memory of 2 ranks: saved as large/a0002/13")
     assert left(nodes) == []
 
 
@@ -164,10 +187,41 @@ def test_what_a_lost_rank_alone_had_sends_all_to_the_store(where: Path, nodes: l
     assert said(last, "step 13 is in the memory of 1 of 2 ranks, and is passed over: ") and said(last, why)
 
 
+@pytest.mark.parametrize(("what", "lost"), [("note", 1), ("tied", 1), ("mine", 1), ("first", 0)])
+def test_what_only_a_lost_rank_has_an_entry_for_sends_all_to_the_store(
+    where: Path, nodes: list[Path], what: str, lost: int
+) -> None:
+    """A checkpoint without it would fit none of the ranks."""
+    layout = More(what=what)
+    killed(where, 2, nodes, layout=layout)
+    last = live(where, roots=[nodes[2] if rank == lost else nodes[rank] for rank in range(2)], layout=layout)
+    assert began(last) == [(0, 10)] * 2
+    right(layout, last)
+    alone = f"and is passed over: {what} was in the memory of rank {lost} alone"
+    assert said(last, f"step 13 is in the memory of 1 of 2 ranks, {alone}")
+
+
+def test_what_the_first_rank_saves_for_all_is_lost_with_no_other(where: Path, nodes: list[Path]) -> None:
+    layout = More(what="first", replicas=3)
+    killed(where, 3, nodes, layout=layout)
+    last = live(where, 3, roots=[nodes[0], nodes[3], nodes[2]], layout=layout)
+    assert began(last) == [(0, 13)] * 3
+    right(layout, last)
+    assert tenuto.load(where, step=13).state["first"] == [7]
+
+
+def test_a_position_that_a_lost_rank_alone_had_sends_all_to_the_store(where: Path, nodes: list[Path]) -> None:
+    more: dict[str, Any] = {"layout": ALIKE, "of_rank": lambda rank: {"data": [[1]] * 20} if rank == 0 else {}}
+    killed(where, 2, nodes, own_loop=True, **more)
+    last = live(where, roots=[nodes[2], nodes[1]], own_loop=True, **more)
+    assert began(last) == [(0, 10)] * 2
+    assert said(last, "and is passed over: the position in data= was in the memory of rank 0 alone")
+
+
 def test_a_step_that_all_have_is_better_than_a_newer_one_without_a_rank(where: Path, nodes: list[Path]) -> None:
-    first = killed(where, 2, nodes, layout=ALIKE)
+    first = killed(where, 2, nodes, layout=ALIKE, run="Large")
     remove(nodes[1], 1, 13)
-    last = live(where, roots=nodes[:2], layout=ALIKE)
+    last = live(where, roots=nodes[:2], layout=ALIKE, run="Large")
     assert began(last) == [(0, 12)] * 2
     assert all(life.source.startswith("from memory, step 12") for life in last)
     right(ALIKE, first, last)

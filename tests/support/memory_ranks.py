@@ -146,6 +146,7 @@ def train(where: Path, log: Log, steps: int, rank: int, ranks: int, pace: Path, 
     on_step: OnStep | None = options.pop("on_step", None)
     options = {"save": every(steps=10) | on.end(), "memory": every(steps=1), "ranks_timeout": 30.0, **options}
     own_loop = options.pop("own_loop", False)
+    options.update(options.pop("of_rank", lambda rank: {})(rank))
     met = where.parent / f"{pace.name}-ranks"
     if ranks > 1:
         options["ranks"] = tenuto.SharedFiles(met, rank=rank, world_size=ranks)

@@ -35,11 +35,11 @@ from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.rank_group import RESTORE_TIMES, RankGroup
 from tenuto.engine.staging import slots
 from tenuto.engine.staging.slots import Slot, parse_name
-from tenuto.errors import CheckpointNotFound, CorruptionError, Superseded, TenutoError, in_words
-from tenuto.maintenance.save_images import RankPart, marks_of, part_of, save_parts
+from tenuto.errors import CheckpointNotFound, CorruptionError, KeyMissing, Superseded, TenutoError, in_words
+from tenuto.maintenance.save_images import RankPart, part_of, save_parts
 from tenuto.model import canonical_json
 from tenuto.model.exactness import judged as judged_certificate
-from tenuto.model.ids import CheckpointId
+from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Json, Manifest
 from tenuto.ranks.agreement import Agreement
 from tenuto.ranks.kv.in_process import InProcessKVStore, SubStore, ThreadRanks
@@ -51,7 +51,21 @@ from tenuto.repo.repository import Repo
 from tenuto.sharding.holdings import rank_names
 from tenuto.state.contract import Flattened
 from tenuto.state.numpy_arrays import HOST
-from tenuto.state.tree import OWN, items, leaf_paths
+from tenuto.state.tree import (
+    FIRST_RANK,
+    KEYED,
+    LEAVES,
+    OWN,
+    ROOT,
+    children,
+    is_plain,
+    items,
+    kind_of,
+    leaf_paths,
+    name_of,
+    sequence,
+    walk,
+)
 from tenuto.units import seconds, size
 
 Report = Callable[[str], None]
@@ -124,7 +138,7 @@ class MemoryGathering:
         self, repo: Repo, run: str, tier: MemoryTier, agreement: Agreement, *, deadline_s: float, report: Report
     ) -> None:
         self._repo = repo
-        self._run = run
+        self._run = run_key(run)
         self._tier = tier
         self._agreement = agreement
         self._deadline_s = deadline_s
@@ -182,10 +196,13 @@ class MemoryGathering:
         claimed: list[Attempt] = []
         with ExitStack() as stack:
             opened: dict[int, Image] = {}
+            parts: dict[int, RankPart] = {}
             told: dict[str, Json] = {"facts": [], "why": ""}
             try:
                 self._open(gathering, stack, opened)
-                told["facts"] = [{"rank": rank, **self._facts(gathering, one)} for rank, one in sorted(opened.items())]
+                stack.callback(parts.clear)  # before the images are closed: it is their memory
+                parts.update((rank, part_of(image)) for rank, image in opened.items())
+                told["facts"] = [self._facts(gathering, parts[rank], one) for rank, one in sorted(opened.items())]
             except (TenutoError, OSError) as error:
                 told["why"] = in_words(error)
             crashpoint("images to be gathered are open, run not yet claimed")
@@ -196,7 +213,7 @@ class MemoryGathering:
                     self._report(f"{gathering.words}, and is passed over: {answer['why']}")
                     return None
                 attempt = claimed[0] if claimed else announced(self._repo, str(answer["attempt"]).encode())
-                id = self._saved(gathering, attempt, opened, answer["alike"])
+                id = self._saved(gathering, attempt, parts, answer["alike"])
             finally:
                 for attempt in claimed:
                     attempt.release()
@@ -235,22 +252,23 @@ class MemoryGathering:
             opened[rank] = image
             check_image(image, image.repo.index(image.manifest(), rank))
 
-    def _facts(self, gathering: Gathering, image: Image) -> dict[str, Json]:
-        """Returns what the coordinator has to know of an image where another one is lost: which leaves of the base its
-        rank knew of, as bits; the marks of its random generators; why it cannot do without the other, if so."""
+    def _facts(self, gathering: Gathering, part: RankPart, image: Image) -> dict[str, Json]:
+        """Returns what the coordinator has to know of an image where another one is lost: which entries of the base its
+        rank had too, as bits; the marks of its random generators; whether it knew the position in data that ranks
+        share; why it cannot do without the other, if so."""
         if not gathering.lost:
             return {}
         assert gathering.base is not None, "else it is not wanted"
-        manifest = image.manifest()
-        wanted, known = leaf_paths(self._repo.manifest(gathering.base).tree), set(leaf_paths(manifest.tree))
-        more = known.difference(wanted)
+        tree, base = part.flattened.tree, self._repo.manifest(gathering.base).tree
+        known = all_paths(tree)
+        more = set(leaf_paths(tree)).difference(leaf_paths(base))
         why = f"{min(more)} is in no checkpoint yet: what else a lost rank had is not known" if more else ""
-        index = image.repo.index(manifest, image.footer.rank)
-        there = np.array([path in known for path in wanted], bool)
+        there = np.array([path in known for path in entries(base)], bool)
         return {
-            "leaves": np.packbits(there).tobytes().hex(),
-            "marks": dict(marks_of(image, manifest, index)),
-            "why": why_irreplaceable(manifest, index.private) or why,
+            "data": "data" in part.about.progress,
+            "entries": np.packbits(there).tobytes().hex(),
+            "marks": dict(part.about.marks),
+            "why": why_irreplaceable(gathering, image.manifest(), part.flattened.private) or why,
         }
 
     def _decided(
@@ -260,36 +278,49 @@ class MemoryGathering:
         ranks have alike."""
         why = "; ".join(f"rank {rank}: {one['why']}" for rank, one in enumerate(posts) if one["why"])
         alike: list[str] = []
-        if not why and gathering.lost:
-            assert gathering.base is not None, "else it is not wanted"
-            facts = [fact for one in posts for fact in one["facts"]]
-            why, alike = judge_loss(gathering, self._repo.manifest(gathering.base), facts)
-        if not why:
-            judge_again = partial(self._judge_again, gathering)
-            try:
-                attempt = claim(
-                    self._repo, self._run, gathering.base, before_put=judge_again, report=self._report, **options
-                )
-            except (CheckpointNotFound, Superseded) as error:
-                why = error.message
-            else:
-                claimed.append(attempt)
+        try:
+            if not why and gathering.lost:
+                why, alike = self._judged_loss(gathering, [fact for one in posts for fact in one["facts"]])
+            if not why:
+                attempt = self._claim(gathering, claimed, options)
                 return {"alike": alike, "attempt": encode_attempt(attempt.record, self._repo.id).decode(), "why": ""}
+        except (CheckpointNotFound, CorruptionError, KeyMissing, Superseded) as error:
+            why = error.message
         return {"alike": [], "attempt": "", "why": why}
 
-    def _judge_again(self, gathering: Gathering) -> None:
-        verdict = _judged(self._repo, self._run, gathering.id, gathering.save_id, gathering.holders)
-        if isinstance(verdict, str):
-            raise CheckpointNotFound(verdict, subject=str(gathering.id))
+    def _judged_loss(self, gathering: Gathering, facts: Sequence[Any]) -> tuple[str, list[str]]:
+        assert gathering.base is not None, "else it is not wanted"
+        base = self._repo.manifest(gathering.base)
+        of = base.progress.get("ranks", len(base.indexes)) == gathering.ranks
+        had = [self._repo.index(base, rank).private for rank in (gathering.lost if of else range(len(base.indexes)))]
+        return judge_loss(gathering, base, had, facts)
+
+    def _claim(self, gathering: Gathering, claimed: list[Attempt], options: dict[str, Any]) -> Attempt:
+        """Claims the run to save the state. Raises CheckpointNotFound where it is not the newest any more, as an owner
+        that was waited for may have saved since, or one that was claimed over."""
+
+        def judge_again() -> None:
+            verdict = _judged(self._repo, self._run, gathering.id, gathering.save_id, gathering.holders)
+            if verdict != EligibleImage(gathering.base, durable=False):
+                why = verdict if isinstance(verdict, str) else "the run has been saved since it was looked at"
+                raise CheckpointNotFound(why, subject=str(gathering.id))
+
+        attempt = claim(self._repo, self._run, gathering.base, before_put=judge_again, report=self._report, **options)
+        claimed.append(attempt)
+        try:
+            judge_again()
+        except CheckpointNotFound:
+            options["withdrawn"].add(attempt.number)
+            raise
+        return attempt
 
     def _saved(
-        self, gathering: Gathering, attempt: Attempt, opened: Mapping[int, Image], alike: Sequence[str]
+        self, gathering: Gathering, attempt: Attempt, parts: Mapping[int, RankPart], alike: Sequence[str]
     ) -> CheckpointId | None:
         """Saves this rank's parts. Returns None, on all ranks, where some rank could not save its own."""
         began_s = time.monotonic()
         own: dict[str, Json] = {"id": None, "why": ""}
         try:
-            parts = {rank: part_of(image) for rank, image in opened.items()}
             if gathering.lost:
                 parts = with_loss(gathering, parts, alike)
             if parts:
@@ -310,8 +341,9 @@ class MemoryGathering:
             self._report(f"{gathering.words}, and is passed over: {answer['why']}")
             return None
         id = _read_id(answer["id"])
-        took = f"{size(self._repo.manifest(id).bytes)} in {seconds(time.monotonic() - began_s)}"
-        self._report(f"{gathering.words}: saved as {id} ({took}), which all resume from{_loss(gathering)}")
+        if self._agreement.is_coordinator:
+            took = f"{size(self._repo.manifest(id).bytes)} in {seconds(time.monotonic() - began_s)}"
+            self._report(f"{gathering.words}: saved as {id} ({took}), which all resume from{_loss(gathering)}")
         return id
 
 
@@ -386,43 +418,93 @@ def _read_id(data: Mapping[str, Any]) -> CheckpointId:
 # What is lost with the image of a rank.
 
 
-def why_irreplaceable(manifest: Manifest, private: Json) -> str:
-    """Returns why ranks like this one, of whose own values these are `private`, cannot be done without; empty if they
-    can."""
-    entries = {} if private is None else dict(items(private["v"]))
-    if OWN in entries:
+def entries(tree: Json) -> list[str]:
+    """Returns the paths of what some ranks may have and others not, without what lies within a plain value."""
+    found: list[str] = []
+    waiting = [("", tree)]
+    while waiting:
+        path, node = waiting.pop()
+        below = [] if kind_of(node) in LEAVES or is_plain(node) else children(node, path)
+        if below:
+            waiting += below
+        else:
+            found.append(path or ROOT)
+    return [*found, *_optimized(tree)]
+
+
+def all_paths(tree: Json) -> set[str]:
+    """Returns the paths of everything that a rank has."""
+    return {path or ROOT for path, _ in walk(tree)}.union(_optimized(tree))
+
+
+def _optimized(tree: Json) -> list[str]:
+    """Returns the parameters of each group of optimizers: ranks may have different ones in the same group."""
+    found: list[str] = []
+    for path, node in walk(tree):
+        if kind_of(node) == "optimizer" and kind_of(node["v"]) in KEYED:
+            groups = dict(_named_items(node["v"])).get("param_groups", [])
+            for number, group in enumerate(sequence(groups)):
+                names = dict(_named_items(group)).get("params", [])
+                found += [f"{path}/param_groups/{number}/params/{name_of(name)}" for name in sequence(names)]
+    return found
+
+
+def _named_items(node: Json) -> list[tuple[str, Json]]:
+    return [(key, child) for key, child in items(node) if type(key) is str]
+
+
+def why_irreplaceable(gathering: Gathering, manifest: Manifest, private: Json) -> str:
+    """Returns why ranks like this one, of whose own values these are `private`, cannot do without the lost ones; empty
+    if they can."""
+    own = _own(private)
+    if OWN in own:
         return "the state has values of each rank's own (per_rank), and those of a lost rank are in no other's memory"
-    if entries.get("data") is not None and "data" not in manifest.progress:
+    if own.get("data") is not None and "data" not in manifest.progress:
         return "each rank has a position of its own in data=, and that of a lost rank is in no other's memory"
+    if 0 in gathering.lost:
+        for path, node in walk(manifest.tree):
+            if kind_of(node) == FIRST_RANK:
+                return f"{path} was in the memory of rank 0 alone"
     return ""
 
 
-def judge_loss(gathering: Gathering, base: Manifest, facts: Sequence[Any]) -> tuple[str, list[str]]:
+def judge_loss(
+    gathering: Gathering, base: Manifest, had: Sequence[Json], facts: Sequence[Any]
+) -> tuple[str, list[str]]:
     """Returns why the state cannot be gathered without the lost ranks, empty if it can; and the names of the random
-    generators that they had like all others: where the base says so, and those that are left still agree."""
+    generators that they had like all others: where the base says so, and those that are left still agree.
+
+    had: what the base has of the lost ranks' own, or of any rank's where others saved it.
+    """
     for fact in facts:
         if fact["why"]:
             return str(fact["why"]), []
-    paths = leaf_paths(base.tree)
+    paths = entries(base.tree)
     there = np.zeros(-(-len(paths) // 8) * 8, bool)
     for fact in facts:
-        there |= np.unpackbits(np.frombuffer(bytes.fromhex(fact["leaves"]), np.uint8)).astype(bool)
+        there |= np.unpackbits(np.frombuffer(bytes.fromhex(fact["entries"]), np.uint8)).astype(bool)
     missing = np.flatnonzero(~there[: len(paths)])
     if len(missing):
         return f"{paths[missing[0]]} was in the memory of {rank_names(gathering.lost)} alone", []
+    if not any(fact["data"] for fact in facts) and any(_own(private).get("data") is not None for private in had):
+        return f"the position in data= was in the memory of {rank_names(gathering.lost)} alone", []
     marks: list[Mapping[str, str]] = [fact["marks"] for fact in facts]
     # Whatever number of ranks has resumed from the base: what was alike has stayed so, and is where one saved it.
     alike = base.progress.get("alike", []) if base.progress.get("ranks", 1) != 1 else sorted(marks[0])
     return "", [str(name) for name in alike if len({one.get(name) for one in marks}) == 1]
 
 
+def _own(private: Json) -> dict[Any, Json]:
+    return {} if private is None else dict(items(private["v"]))
+
+
 def with_loss(gathering: Gathering, parts: Mapping[int, RankPart], alike: Sequence[str]) -> dict[int, RankPart]:
-    """Returns the parts with what the manifest says of the loss; beside that of the first rank that is there, those of
-    the lost ones, with nothing in them."""
+    """Returns the parts with what the manifest says of the loss; beside that of the last rank that is there (not the
+    first, which may have what is declared as its own), those of the lost ones, with nothing in them."""
     found = dict(parts)
-    first = min(gathering.images)
-    if first in parts:
-        like = parts[first]
+    last = max(gathering.images)
+    if last in parts:
+        like = parts[last]
         marks = {name: mark if name in alike else "" for name, mark in like.about.marks.items()}
         for rank in gathering.lost:
             about = replace(like.about, marks=marks)

@@ -199,7 +199,12 @@ class RunClaim:
             return False
         from tenuto.maintenance.gather import gather  # seldom needed by one process
 
-        options = {"takeover": self._takeover, "wait_s": self._wait_s, "waiting": self._emitter.emit}
+        options = {
+            "takeover": self._takeover,
+            "wait_s": self._wait_s,
+            "waiting": self._emitter.emit,
+            "withdrawn": self._withdrawn,
+        }
         return gather(self._repo, self._run, memory, group, report=self._warn, **options) is not None
 
     def _chosen(self) -> tuple[RestoreResult | None, tuple[Skipped, ...]]:

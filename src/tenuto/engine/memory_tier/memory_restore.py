@@ -29,7 +29,7 @@ from tenuto.errors import (
 )
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent, RestoredFromMemory, Warned
 from tenuto.model import canonical_json
-from tenuto.model.ids import CheckpointId
+from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Json
 from tenuto.ranks.contract import VoteResult
 from tenuto.ranks.round import Round
@@ -179,7 +179,7 @@ class CommonImages:
     ) -> None:
         self._repo = repo
         self._tier = tier
-        self._run = run
+        self._run = run_key(run)
         self._group = group
         self._emitter = emitter
         self._skip = skip
