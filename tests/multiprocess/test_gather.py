@@ -248,7 +248,7 @@ def test_a_state_of_which_an_image_is_damaged_is_passed_over_for_the_one_before(
 def test_what_was_saved_since_memory_was_looked_at_is_not_left_behind(
     where: Path, nodes: list[Path], over_alive: bool
 ) -> None:
-    """As by an owner that is leaving; or by one that is claimed over alive, which no claim looks at before it is put."""
+    """As by an owner that is leaving, or one that is claimed over alive: nothing is asked before that claim is put."""
 
     def earlier(rank: int) -> None:
         wanted, claim = gather.wanted, gather.claim
