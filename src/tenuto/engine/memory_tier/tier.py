@@ -91,6 +91,8 @@ class MemoryTier:
         self._resumed_step: int | None = None
         self._sequence = 0
         self._why_unavailable = ""
+        self._hold_until_s = 0.0
+        """Until when an owner that may be dying is waited for, once it is."""
 
     @property
     def on(self) -> bool:
@@ -151,9 +153,9 @@ class MemoryTier:
         return False
 
     def await_slots(self) -> None:
-        """Takes the slots as `hold` does, and waits for an owner that may be dying."""
-        until = time.monotonic() + HOLD_S
-        while not self.hold() and self.blocked and not self.off and time.monotonic() < until:
+        """Takes the slots as `hold` does, and waits for an owner that may be dying, once."""
+        self._hold_until_s = self._hold_until_s or time.monotonic() + HOLD_S
+        while not self.hold() and self.blocked and not self.off and time.monotonic() < self._hold_until_s:
             time.sleep(POLL_S)
 
     def prepare(self, flattened: Flattened) -> None:
