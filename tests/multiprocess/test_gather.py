@@ -144,7 +144,7 @@ def test_a_node_takes_the_place_of_a_lost_one_and_its_rank_goes_on_as_the_others
     assert last[0].drawn == last[1].drawn
     whole = live(where.parent / "whole", layout=ALIKE, roots=nodes[2:])
     assert last[1].drawn == {step: whole[1].drawn[step] for step in range(14, 21)}
-    assert said(last, "ms), which all resume from; what rank 1 alone had is lost")
+    assert said(last, "), which all resume from; what rank 1 alone had is lost")
     assert last[0].memory and last[0].memory[0] == last[0].nbytes[0] > last[0].memory[1] == 0, "it has it in memory"
     certificate = Repo.open(open_store(where)).manifest(tenuto.open(where, step=13).id).certificate
     assert certificate["verdict"] == "no known gap"
