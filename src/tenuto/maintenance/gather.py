@@ -261,7 +261,7 @@ class MemoryGathering:
                 return slot_file.take_slot(Slot(slots.SHARED_MEMORY, parent, name))
             except BlockingIOError as error:
                 if time.monotonic() >= self._until_s:
-                    raise CorruptionError(f"{name} in memory is held by a process that lives", subject=name) from error
+                    raise CorruptionError(f"{name} in memory is locked by another process", subject=name) from error
             time.sleep(POLL_S)
 
     def _facts(self, gathering: Gathering, part: RankPart, image: Image) -> dict[str, Json]:
