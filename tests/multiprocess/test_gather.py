@@ -3,12 +3,13 @@ lost. As real processes, each node with a shared memory of its own."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +21,13 @@ import tenuto
 from support.memory_ranks import ROWS, WIDTH, Ends, Layout, live, untouched
 from support.memory_training import Life, shared_memory
 from support.thinning import thinned
+from tenuto import every
+from tenuto.engine.memory_tier import slot_file
 from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.staging import slots
+from tenuto.maintenance import gather
 from tenuto.maintenance.verify import assert_whole
+from tenuto.model.ids import CheckpointId
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
@@ -141,7 +146,7 @@ def test_a_node_takes_the_place_of_a_lost_one_and_its_rank_goes_on_as_the_others
     assert last[0].drawn == last[1].drawn
     whole = live(where.parent / "whole", layout=ALIKE, roots=nodes[2:])
     assert last[1].drawn == {step: whole[1].drawn[step] for step in range(14, 21)}
-    assert said(last, "ms), which all resume from; what rank 1 alone had is lost")
+    assert said(last, "), which all resume from; what rank 1 of 2 alone had is lost")
     assert last[0].memory and last[0].memory[0] == last[0].nbytes[0] > last[0].memory[1] == 0, "it has it in memory"
     certificate = Repo.open(open_store(where)).manifest(tenuto.open(where, step=13).id).certificate
     assert certificate["verdict"] == "no known gap"
@@ -239,6 +244,48 @@ def test_a_state_of_which_an_image_is_damaged_is_passed_over_for_the_one_before(
     last = live(where, 2, roots=nodes[:1] * 2)
     assert began(last) == [(0, 12)] * 2
     assert said(last, "step 13 is in the memory of 3 ranks, and is passed over: ")
+
+
+@pytest.mark.parametrize("over_alive", [False, True])
+def test_what_was_saved_since_memory_was_looked_at_is_not_left_behind(
+    where: Path, nodes: list[Path], over_alive: bool
+) -> None:
+    """As by an owner that is leaving, or one that is claimed over alive: nothing is asked before that claim is put."""
+
+    def earlier(rank: int) -> None:
+        wanted, claim = gather.wanted, gather.claim
+
+        def looked(*found: Any) -> list[gather.Gathering]:
+            return [replace(one, base=CheckpointId("main", 1, 5)) for one in wanted(*found)]
+
+        mock.patch.object(gather, "wanted", looked).start()
+        if over_alive:
+            unasked = lambda *words, **options: claim(*words, **{**options, "before_put": None})  # noqa: E731
+            mock.patch.object(gather, "claim", unasked).start()
+
+    first = killed(where, 2, nodes, save=every(steps=5))
+    last = live(where, roots=[nodes[1], nodes[0]], before=earlier)
+    assert began(last) == [(0, 10)] * 2
+    right(Layout(), first, last)
+    assert said(last, "step 13 is in the memory of 2 ranks, and is passed over: the run has been saved since")
+
+
+def test_an_image_that_a_dying_process_holds_is_waited_for(where: Path, nodes: list[Path]) -> None:
+    def held(rank: int) -> None:
+        take = slot_file.take_slot
+        answers = iter([BlockingIOError(errno.EAGAIN, "held")] * 2)
+
+        def taken(slot: slots.Slot) -> slot_file.LastingSlot:
+            error = next(answers, None) if "of2-" in slot.name else None
+            if error is not None:
+                raise error
+            return take(slot)
+
+        mock.patch.object(slot_file, "take_slot", taken).start()
+
+    killed(where, 2, nodes[:1])
+    last = live(where, 3, roots=nodes[:1] * 3, before=held)
+    assert began(last) == [(0, 13)] * 3
 
 
 @pytest.mark.parametrize(

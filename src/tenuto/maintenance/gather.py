@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from tenuto.engine.memory_tier.image_store import Image, check_image, open_image
 from tenuto.engine.memory_tier.listing import remove_image, sealed_of
 from tenuto.engine.memory_tier.memory_restore import judged
 from tenuto.engine.memory_tier.seal import Seal
-from tenuto.engine.memory_tier.tier import MemoryTier
+from tenuto.engine.memory_tier.slot_file import LastingSlot
+from tenuto.engine.memory_tier.tier import HOLD_S, POLL_S, MemoryTier
 from tenuto.engine.save.job import ManifestDetails
 from tenuto.engine.save.rank_group import RESTORE_TIMES, RankGroup
 from tenuto.engine.staging import slots
@@ -142,6 +143,7 @@ class MemoryGathering:
         self._tier = tier
         self._agreement = agreement
         self._deadline_s = deadline_s
+        self._until_s = time.monotonic() + HOLD_S
         self._report: Report = report if agreement.is_coordinator else lambda message: None
 
     def gather(self, **options: Any) -> CheckpointId | None:
@@ -240,8 +242,7 @@ class MemoryGathering:
             if name in own:
                 image = self._tier.open(Candidate(*own[name], EligibleImage(None, durable=False)))
             else:
-                parent = slot_file.parent(self._repo.id, self._run)
-                file = slot_file.take_slot(Slot(slots.SHARED_MEMORY, parent, name))
+                file = self._take(name)
                 stack.callback(file.leave)
                 with file.descriptor() as descriptor:
                     image = open_image(descriptor, file.name, chunk_bytes=self._repo.chunk_bytes, keys=self._repo.keys)
@@ -251,6 +252,17 @@ class MemoryGathering:
                 raise CorruptionError(f"{name} in memory has changed", subject=name)
             opened[rank] = image
             check_image(image, image.repo.index(image.manifest(), rank))
+
+    def _take(self, name: str) -> LastingSlot:
+        """Locks a slot; waits for an owner that may be dying as `await_slots` does, for all slots together."""
+        parent = slot_file.parent(self._repo.id, self._run)
+        while True:
+            try:
+                return slot_file.take_slot(Slot(slots.SHARED_MEMORY, parent, name))
+            except BlockingIOError as error:
+                if time.monotonic() >= self._until_s:
+                    raise CorruptionError(f"{name} in memory is locked by another process", subject=name) from error
+            time.sleep(POLL_S)
 
     def _facts(self, gathering: Gathering, part: RankPart, image: Image) -> dict[str, Json]:
         """Returns what the coordinator has to know of an image where another one is lost: which entries of the base its
@@ -302,7 +314,7 @@ class MemoryGathering:
         def judge_again() -> None:
             verdict = _judged(self._repo, self._run, gathering.id, gathering.save_id, gathering.holders)
             if verdict != EligibleImage(gathering.base, durable=False):
-                why = verdict if isinstance(verdict, str) else "the run has been saved since it was looked at"
+                why = verdict if isinstance(verdict, str) and not claimed else _SAVED_SINCE
                 raise CheckpointNotFound(why, subject=str(gathering.id))
 
         attempt = claim(self._repo, self._run, gathering.base, before_put=judge_again, report=self._report, **options)
@@ -346,6 +358,8 @@ class MemoryGathering:
             self._report(f"{gathering.words}: saved as {id} ({took}), which all resume from{_loss(gathering)}")
         return id
 
+
+_SAVED_SINCE: Final = "the run has been saved since it was looked at"
 
 # --------------------------------------------------------------------------------------------------
 # Which state is gathered.
@@ -472,7 +486,8 @@ def judge_loss(
     gathering: Gathering, base: Manifest, had: Sequence[Json], facts: Sequence[Any]
 ) -> tuple[str, list[str]]:
     """Returns why the state cannot be gathered without the lost ranks, empty if it can; and the names of the random
-    generators that they had like all others: where the base says so, and those that are left still agree.
+    generators that they had like all others: where the base says so after some steps, and those that are left still
+    agree.
 
     had: what the base has of the lost ranks' own, or of any rank's where others saved it.
     """
@@ -489,8 +504,10 @@ def judge_loss(
     if not any(fact["data"] for fact in facts) and any(_own(private).get("data") is not None for private in had):
         return f"the position in data= was in the memory of {rank_names(gathering.lost)} alone", []
     marks: list[Mapping[str, str]] = [fact["marks"] for fact in facts]
-    # Whatever number of ranks has resumed from the base: what was alike has stayed so, and is where one saved it.
-    alike = base.progress.get("alike", []) if base.progress.get("ranks", 1) != 1 else sorted(marks[0])
+    # Before any step it is the seeds alone. Whatever number of ranks has resumed from the base: what was alike has
+    # stayed so, and what one process saved is alike on all.
+    one = base.progress.get("ranks", 1) == 1
+    alike = (sorted(marks[0]) if one else base.progress.get("alike", [])) if base.id.step > 0 else []
     return "", [str(name) for name in alike if len({one.get(name) for one in marks}) == 1]
 
 
@@ -538,4 +555,4 @@ def _about_loss(gathering: Gathering, about: ManifestDetails, alike: Sequence[st
 
 
 def _loss(gathering: Gathering) -> str:
-    return f"; what {rank_names(gathering.lost)} alone had is lost" if gathering.lost else ""
+    return f"; what {rank_names(gathering.lost)} of {gathering.ranks} alone had is lost" if gathering.lost else ""

@@ -261,7 +261,8 @@ class Checkpointer:
         Entries that are `tenuto.late()` are left alone; called once more when they are there, before the first step, it
         fills them from the same checkpoint.
 
-        Reads only: the run is claimed by `steps`, `epochs`, `step_done` or `save`. In a loop of your own, call
+        The run is claimed by `steps`, `epochs`, `step_done` or `save`; before that nothing is written, but for a state
+        in memory that only together these ranks have, which is saved first. In a loop of your own, call
         `restore_random_state` where its first step begins, if anything draws before it. An earlier Checkpointer of this
         process that still owns the run is closed first, and saves nothing new. Raises NothingRestorable if checkpoints
         exist and none is whole, StateMismatch if the state's structure differs.

@@ -43,7 +43,7 @@ from tenuto.state.contract import Flattened
 
 HOLD_S: Final = 10.0
 """How long a rank waits for its slots: the process before may be dying."""
-_POLL_S: Final = 0.05
+POLL_S: Final = 0.05
 LEAST: Final = 2
 """Slots without which there is no memory tier."""
 
@@ -91,6 +91,8 @@ class MemoryTier:
         self._resumed_step: int | None = None
         self._sequence = 0
         self._why_unavailable = ""
+        self._hold_until_s = 0.0
+        """Until when an owner that may be dying is waited for, once it is."""
 
     @property
     def on(self) -> bool:
@@ -151,10 +153,10 @@ class MemoryTier:
         return False
 
     def await_slots(self) -> None:
-        """Takes the slots as `hold` does, and waits for an owner that may be dying."""
-        until = time.monotonic() + HOLD_S
-        while not self.hold() and self.blocked and not self.off and time.monotonic() < until:
-            time.sleep(_POLL_S)
+        """Takes the slots as `hold` does, and waits for an owner that may be dying, once."""
+        self._hold_until_s = self._hold_until_s or time.monotonic() + HOLD_S
+        while not self.hold() and self.blocked and not self.off and time.monotonic() < self._hold_until_s:
+            time.sleep(POLL_S)
 
     def prepare(self, flattened: Flattened) -> None:
         """Takes the memory that saves of this state need, except where an image lies that may be resumed from."""

@@ -104,8 +104,8 @@ def names(captured: Mapping[str, Any]) -> list[str]:
 
 
 def of_new_rank(captured: Mapping[str, Any], alike: Collection[str], rank: int) -> dict[str, Any]:
-    """Returns the state of a rank that the checkpoint does not know: rank 0's `captured` for generators that are alike
-    on all, else one derived from it and `rank`. Devices absent here are left out."""
+    """Returns the state of a rank that the checkpoint does not know: another's `captured` for generators that are
+    alike on all, else one derived from it and `rank`. Devices absent here are left out."""
     found: dict[str, Any] = {}
     for name, state in _each(captured):
         kind, _, part = name.partition("/")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from support.memory_training import shared_memory
 from support.rank_threads import on_ranks, outcomes
 from support.saves_of_ranks import held
 from tenuto.engine.group.group import JobGroup
+from tenuto.engine.memory_tier import slot_file
+from tenuto.engine.memory_tier import tier as tiers
 from tenuto.engine.memory_tier.cadence import MemorySaver
 from tenuto.engine.memory_tier.common_states import StatesOfRanks
 from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage
@@ -23,6 +26,7 @@ from tenuto.engine.memory_tier.matched_image import MatchedImage, match_image, s
 from tenuto.engine.memory_tier.tier import MemoryTier
 from tenuto.engine.read.choose import CheckpointLeaves
 from tenuto.engine.save.job import ManifestDetails
+from tenuto.engine.save.rank_group import SoloGroup
 from tenuto.engine.staging import slots
 from tenuto.errors import CorruptionError, ShardMismatch, StateMismatch
 from tenuto.events import Emitter
@@ -298,3 +302,17 @@ def test_where_one_rank_has_no_slots_none_keeps_states(repo: Repo) -> None:
     assert "rank 1 keeps none (its slots are taken" in told[0]
     assert told[1].startswith("states are not kept in memory: its slots are taken")
     assert list(slots.occupied(slots.SHARED_MEMORY)) == []
+
+
+def test_an_owner_that_may_be_dying_is_waited_for_once(repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(tiers, "time", clock)
+    taken = slot_file.take(repo.id, "main", 0, 0)
+    try:
+        tier = MemoryTier(repo, "main", group=SoloGroup(), emitter=Emitter())
+        for _ in range(2):
+            tier.await_slots()
+            assert tier.blocked and 110 <= now[0] < 111
+    finally:
+        taken.leave()
