@@ -87,7 +87,7 @@ def test_which_node_this_is_the_scheduler_says(
         monkeypatch.setenv(name, value)
     here = of(nodes)
     assert (here and (here.node, here.nodes)) == found
-    assert of("") is None, "one node unless it is asked for"
+    assert of("", meet="") is None, "one node unless it is asked for"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,8 @@ def test_a_start_has_not_finished_where_a_node_is_about_to_say_that_it_has_faile
             calls.append("finished")
 
         def receive(self, deadline: float) -> bytes:
-            raise RankStoreLost("x, where the ranks meet, fails", subject="x", hint="wait")
+            message = "start 0: x, where the ranks meet, fails; waited for rank 1 (last reported 'start 0', 4 s ago)"
+            raise RankStoreLost(message, subject="x", hint="wait")
 
     process = MeetingProcess(tmp_path, 0, 2, patience_s=30.0, facts={}, out=-1)
     found = process._outcome(SimpleNamespace(is_coordinator=True), Start())  # type: ignore[arg-type]
@@ -145,4 +146,32 @@ def test_why_nodes_have_not_met_is_said_of_nodes() -> None:
     assert two._apart(alone, 600.0, first=True).message.endswith("; node 0 is alone there")
     assert "alone" not in two._apart(alone, 43.0, first=False).message, "they have met before, in that directory"
     assert nodes.words(Outcome("lost", (2,), "why")) == "node 2 (gpu-17) is lost: why"
+    assert nodes.words(Outcome("lost", (0,), "why")) == "the other nodes have lost this one: why"
     assert nodes.words(Outcome("ended", (1,), "killed (SIGKILL)")) == "node 1: killed (SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "elsewhere"),
+    [
+        (Outcome("ended", (1,), "why"), False),
+        (Outcome("leave", (1,), "why"), False),
+        (Outcome("lost", (1,), "why"), True),
+        (Outcome("lost", (), "why"), True),
+        (Outcome("ended", (0,), "why"), True),
+    ],
+)
+def test_one_that_the_others_have_lost_ends_its_training_too(outcome: Outcome, *, elsewhere: bool) -> None:
+    nodes = Nodes(1, 2, Path("/meet"))
+    nodes._meeting = SimpleNamespace(outcome=lambda: outcome)  # type: ignore[assignment]
+    assert nodes.outcome_elsewhere() == (outcome if elsewhere else None)
+
+
+@pytest.mark.parametrize(("node_rank", "meet"), [(1, ""), (None, "meet")])
+def test_what_says_which_node_this_is_without_their_number_is_refused(node_rank: int | None, meet: str) -> None:
+    with pytest.raises(UsageError, match="--node-rank and --meet need --nodes"):
+        of("", node_rank, meet)
+
+
+def test_a_patience_that_no_sign_of_life_could_keep_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--patience 0\.10 s is too short"):
+        nodes_of("2", 0, "meet", first_s=600.0, patience_s=0.1)
