@@ -19,11 +19,12 @@ _KILLED_S: Final = 5.0
 class HelperProcess:
     """The supervisor's side."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str, stderr: int | None = None) -> None:
+        """stderr: as of `subprocess.Popen`; else this process's own."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments], env=environment, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0,
         )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None
         for pipe in (self._process.stdin, self._process.stdout):

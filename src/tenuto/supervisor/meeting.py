@@ -17,6 +17,7 @@ import os
 import queue
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -49,6 +50,7 @@ _SILENT_S: Final = 5.0
 """How much longer than another node, or the directory, this process may give no sign of life."""
 _BEGIN_S: Final = 60.0
 """And until its first one: an interpreter starts."""
+_ODD: Final = 200
 _MEET: Final = "where the ranks meet, "
 """Stands in each error of a key-value store before what is wrong with it; `_WAITED` after it."""
 _WAITED: Final = "; waited for "
@@ -88,7 +90,9 @@ class Meeting:
         self._outcomes: list[Outcome] = []
 
     def _start(self) -> None:
-        self._process = HelperProcess(__name__, *self._arguments)
+        # Not the supervisor's stderr: whoever reads that waits for its end, and this process may not be able to end.
+        self._process = HelperProcess(__name__, *self._arguments, stderr=subprocess.STDOUT)
+        self._odd = ""
         self._ended = "the process that meets the other nodes has ended"
         self._silence_s = self._patience_s + _BEGIN_S
         self._heard_s = self._looked_s = time.monotonic()
@@ -126,16 +130,17 @@ class Meeting:
         lines = self._process.lines()
         self._end_if_silent(heard=bool(lines))
         for line in lines:
-            # What its interpreter prints is no reason to end the supervisor.
-            with contextlib.suppress(ValueError, TypeError):
+            try:
                 name, values = json.loads(line)
                 if name == "outcome":
                     self._outcomes.append(Outcome(values["what"], tuple(values["nodes"]), values["evidence"]))
                 elif name == "answer":
                     self._answers.append(Answer(**values))
+            except (ValueError, TypeError):  # what its interpreter prints: it may say why it ends
+                self._odd = f" ({line.decode(errors='replace').strip()[:_ODD]})"
         if self._process.ended:
-            self._outcomes = self._outcomes or [Outcome("lost", (), self._ended)]
-            self._answers = self._answers or [Answer(error=self._ended)]
+            self._outcomes = self._outcomes or [Outcome("lost", (), self._ended + self._odd)]
+            self._answers = self._answers or [Answer(error=self._ended + self._odd)]
 
     def _end_if_silent(self, *, heard: bool) -> None:
         now_s = time.monotonic()

@@ -22,7 +22,7 @@ from tenuto.supervisor.meeting import LEFT, Meeting, MeetingProcess, Outcome
 class Silent:
     """In place of the process: it says what it is told to."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, stderr: int) -> None:
         self.said: list[bytes] = []
         self.ended = False
 
@@ -72,6 +72,14 @@ def test_nothing_is_concluded_from_a_time_in_which_the_supervisor_itself_was_sto
     one = Meeting(Path("/meet"), 0, 2, 30.0, {})
     clock.now_s = 3600.0
     assert one.outcome() is None
+
+
+def test_what_it_prints_at_its_end_is_said(clock: SimpleNamespace) -> None:
+    one = Meeting(Path("/meet"), 0, 2, 30.0, {})
+    one._process.said += [b"Traceback (most recent call last):", b"ModuleNotFoundError: x"]  # type: ignore[attr-defined]
+    one._process.ended = True
+    why = "the process that meets the other nodes has ended (ModuleNotFoundError: x)"
+    assert one.outcome() == Outcome("lost", (), why)
 
 
 def test_a_process_that_reads_nothing_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
