@@ -229,7 +229,8 @@ class Nodes:
             hint = "give each node its own --node-rank, all the same --nodes and --ranks, and each job its own --meet"
             return RanksDisagree(f"the nodes cannot start together: {answer.error}", subject="--node-rank", hint=hint)
         if answer.kind not in (RanksMissing.__name__, RankFailed.__name__) or not others:
-            hint = f"look at {where} on this node: is it mounted, and may `tenuto run` write there?"
+            look = f"look at {where} on this node: is it mounted, and may `tenuto run` write there?"
+            hint = look if answer.kind else f"start the job again on all {self.nodes} nodes"
             return RanksError(f"node {self.node} cannot meet the others: {answer.error}", subject=str(where), hint=hint)
         late = answer.kind == RanksMissing.__name__
         alone = first and late and len(others) == self.nodes - 1

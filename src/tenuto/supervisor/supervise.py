@@ -360,7 +360,10 @@ class Supervisor:
         """Notes where each process stands, if py-spy is there to say it."""
         self.report(f"it hangs: {evidence}")
         program = shutil.which("py-spy")
+        until_s = float("inf") if self.nodes is None else time.monotonic() + STACKS_S  # others wait for this end
         for pid in tree.descendants() if program else ():
+            if time.monotonic() >= until_s:
+                break
             try:
                 done = subprocess.run(
                     [str(program), "dump", "--pid", str(pid)],

@@ -141,6 +141,8 @@ def test_why_nodes_have_not_met_is_said_of_nodes() -> None:
     assert differ.message == "the nodes cannot start together: the nodes disagree: 'x' on node 1"
     lost = nodes._apart(Answer(error="the directory fails", kind="RankStoreLost"), 43.0, first=True)
     assert type(lost) is RanksError and lost.hint and "look at /meet on this node" in lost.hint
+    ended = nodes._apart(Answer(error="the process that meets the other nodes has ended"), 43.0, first=False)
+    assert ended.hint == "start the job again on all 3 nodes"
     two = Nodes(0, 2, Path("/meet"))
     alone = Answer(error="…", kind="RanksMissing", nodes=(1,))
     assert two._apart(alone, 600.0, first=True).message.endswith("; node 0 is alone there")
