@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from tenuto.errors import RanksDisagree, RanksError, RanksMissing, RankStoreLost, UsageError
-from tenuto.supervisor.decide import Decision, Ending, Kind
+from tenuto.supervisor.decide import Decision, Ending, Kind, Limits
+from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.meeting import Answer, MeetingProcess, Outcome
 from tenuto.supervisor.nodes import Course, Nodes, decisive_of, encoded, nodes_of
 from tenuto.supervisor.restart import Restart
 from tenuto.supervisor.strategies import Recovery
+from tenuto.supervisor.supervise import Supervisor, Watch
 from tenuto.telemetry.last_words import LastWords
 
 
@@ -177,3 +180,25 @@ def test_what_says_which_node_this_is_without_their_number_is_refused(node_rank:
 def test_a_patience_that_no_sign_of_life_could_keep_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--patience 0\.10 s is too short"):
         nodes_of("2", 0, "meet", first_s=600.0, patience_s=0.1)
+
+
+@pytest.mark.parametrize(("asked", "status"), [([], 17), ([signal.SIGTERM], 1)])
+def test_an_end_counts_once_where_the_first_node_has_decided_and_the_others_do_not_learn_it(
+    asked: list[int], status: int
+) -> None:
+    said: list[str] = []
+    one = Supervisor(["true"], Limits(), Watch(), Journal(None, said.append), said.append)
+    own = ending("failed")
+
+    class Undecided:
+        def settle(self, own: Ending, asked: object) -> Outcome:
+            return Outcome("ended", (0,), "why")
+
+        def meet(self, own: Ending, course: Course, decided: object, why: object) -> None:
+            course.endings.append(own)
+            one._asked.extend(asked)
+            if not asked:
+                raise RanksMissing("node 1: its `tenuto run` has left", subject="node 1", hint="start the job again")
+
+    decision, _ = one._what_follows_for_all(Undecided(), own)  # type: ignore[arg-type]
+    assert not decision.restart and [each.status for each in one._course.endings] == [status]
