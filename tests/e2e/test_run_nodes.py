@@ -291,6 +291,18 @@ def test_two_supervisors_with_one_number_are_refused(tmp_path: Path) -> None:
     assert any("two processes say that they are node 1" in err and "its own --node-rank" in err for _, _, err in done)
 
 
+def test_a_process_that_meets_and_cannot_end_keeps_nobody_from_reading_to_the_end(tmp_path: Path) -> None:
+    program = on_node(tmp_path, "", 0, 2)
+    await_that(lambda: (tmp_path / "meet/supervisors/tenuto/door/hello/0").exists())
+    meets = meeting_of(program.pid)
+    os.kill(meets, signal.SIGSTOP)
+    try:
+        program.kill()
+        assert ends([program]) == [(-signal.SIGKILL, "", "")] and lives(meets)
+    finally:
+        os.kill(meets, signal.SIGKILL)
+
+
 def test_what_the_process_that_meets_has_left_unsaid_ends_the_start_and_no_supervisor(tmp_path: Path) -> None:
     script = f"{WAITING}\nif not again.number:\n    wait()\nprint(again.number)"
     programs = on_nodes(tmp_path, script, 2)

@@ -5,8 +5,8 @@ what an earlier job or a killed supervisor has left in the directory is in nobod
 last start has ended, the first node says what follows, and then a round lasts as long as the training: until it has
 finished on all nodes, or has ended otherwise on one of them, or a node is lost.
 
-A directory that does not answer holds up this process, and never the supervisor or the training. It ends with the pipe
-to it, and then tells the others.
+A directory that does not answer holds up this process, and never the supervisor or the training. It says each second
+that it lives: one that is stopped is found too. It ends with the pipe to it, and then tells the others.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import os
 import queue
 import re
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +36,7 @@ from tenuto.ranks.session import decode
 from tenuto.record import record
 from tenuto.supervisor.decide import Kind
 from tenuto.supervisor.helper_process import HelperProcess
+from tenuto.units import seconds
 
 What = Literal["finished", "ended", "leave", "lost"]
 FINISHED: Final[Kind] = "finished"
@@ -41,8 +44,16 @@ LEFT: Final[Kind] = "asked to leave"
 _UNTIL_LOST_S: Final = 10 * 365 * 86400.0
 """As long as it takes: what ends such a wait early is the loss of a node, or of the directory."""
 _CLOSE_S: Final = 5.0
+"""How long it may take to tell the others that it ends."""
+_ALIVE_S: Final = 1.0
+_SILENT_S: Final = 5.0
+"""How much longer than another node, or the directory, this process may give no sign of life."""
+_BEGIN_S: Final = 60.0
+"""And until its first one: an interpreter starts."""
+_ODD: Final = 200
 _MEET: Final = "where the ranks meet, "
-"""Stands in each error of a key-value store before what is wrong with it."""
+"""Stands in each error of a key-value store before what is wrong with it; `_WAITED` after it."""
+_WAITED: Final = "; waited for "
 
 
 @record
@@ -72,16 +83,25 @@ class Meeting:
 
     def __init__(self, directory: Path, node: int, nodes: int, patience_s: float, facts: Mapping[str, str]) -> None:
         """patience_s: how long a node, or the directory, may give no sign of life. facts: equal on all nodes."""
+        self._patience_s = patience_s
         self._arguments = (str(directory), str(node), str(nodes), str(patience_s), json.dumps(dict(facts)))
-        self._process = HelperProcess(__name__, *self._arguments)
+        self._start()
         self._answers: list[Answer] = []
         self._outcomes: list[Outcome] = []
+
+    def _start(self) -> None:
+        # Not the supervisor's stderr: whoever reads that waits for its end, and this process may not be able to end.
+        self._process = HelperProcess(__name__, *self._arguments, stderr=subprocess.STDOUT)
+        self._odd = ""
+        self._ended = "the process that meets the other nodes has ended"
+        self._silence_s = self._patience_s + _BEGIN_S
+        self._heard_s = self._looked_s = time.monotonic()
 
     def begin(self, brought: Mapping[str, Any], within_s: float) -> None:
         """Has it meet the others before the next start. `answer` gives what comes of it."""
         if self._process.ended:
             self._process.close(0.0)
-            self._process = HelperProcess(__name__, *self._arguments)
+            self._start()
         self._answers, self._outcomes = [], []
         self._process.put({"begin": brought, "within_s": within_s})
 
@@ -107,18 +127,32 @@ class Meeting:
         self._process.close(_CLOSE_S)
 
     def _read(self) -> None:
-        for line in self._process.lines():
-            # What its interpreter prints is no reason to end the supervisor.
-            with contextlib.suppress(ValueError, TypeError):
+        lines = self._process.lines()
+        self._end_if_silent(heard=bool(lines))
+        for line in lines:
+            try:
                 name, values = json.loads(line)
                 if name == "outcome":
                     self._outcomes.append(Outcome(values["what"], tuple(values["nodes"]), values["evidence"]))
-                else:
+                elif name == "answer":
                     self._answers.append(Answer(**values))
+            except (ValueError, TypeError):  # what its interpreter prints: it may say why it ends
+                self._odd = f" ({line.decode(errors='replace').strip()[:_ODD]})"
         if self._process.ended:
-            ended = "the process that meets the other nodes has ended"
-            self._outcomes = self._outcomes or [Outcome("lost", (), ended)]
-            self._answers = self._answers or [Answer(error=ended)]
+            self._outcomes = self._outcomes or [Outcome("lost", (), self._ended + self._odd)]
+            self._answers = self._answers or [Answer(error=self._ended + self._odd)]
+
+    def _end_if_silent(self, *, heard: bool) -> None:
+        now_s = time.monotonic()
+        paused = now_s - self._looked_s > _SILENT_S  # nothing is concluded from a time in which nobody looked
+        self._looked_s = now_s
+        if heard:
+            self._silence_s = self._patience_s + _SILENT_S
+        if heard or paused:
+            self._heard_s = now_s
+        elif now_s - self._heard_s > self._silence_s and not self._process.ended:
+            self._ended = f"the process that meets the other nodes has not answered for {seconds(self._silence_s)}"
+            self._process.close(0.0)
 
 
 class _SlowStore(SharedFilesKVStore):
@@ -146,6 +180,7 @@ class MeetingProcess:
         beat_s = min(Settings().beat_s, patience_s / 8)  # several that do not come are a silence
         self._settings = Settings(beat_s, dead_after_s=patience_s, answer_s=patience_s)
         self._out = out
+        self._writing = threading.Lock()
         self._verdicts: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._agreement: Agreement | None = None
         self._start: Round | None = None
@@ -153,17 +188,24 @@ class MeetingProcess:
 
     def run(self, requests: IO[str]) -> None:
         """Does what each line asks for, until `requests` ends."""
+        threading.Thread(target=self._live, name="alive", daemon=True).start()
         for line in requests:
             request = json.loads(line)
             if "begin" in request:
                 self._leave()
                 wanted = request["begin"], request["within_s"]
-                threading.Thread(target=self._meet, args=wanted, name="meeting", daemon=True).start()
+                threading.Thread(target=self._met, args=wanted, name="meeting", daemon=True).start()
             elif "verdict" in request:
                 self._verdicts.put(request["verdict"])
             else:
                 self._announce(request)
+        threading.Timer(_CLOSE_S, os._exit, (1,)).start()  # a directory that does not answer is told nothing
         self._leave()
+
+    def _live(self) -> None:
+        while True:
+            self._write("alive", {})
+            time.sleep(_ALIVE_S)
 
     def _leave(self) -> None:
         agreement, self._agreement, self._start = self._agreement, None, None
@@ -174,6 +216,7 @@ class MeetingProcess:
         """Meets the others, and then waits for the end of the start."""
         try:
             agreement = self._agreement = Agreement.open(self._ranks, self._facts, within_s, self._settings)
+            start = self._start = agreement.round("start")  # already: one that is to leave now says so there
             meeting = agreement.round("meeting")
             meeting.send(json.dumps(brought).encode(), again=True)
             if agreement.is_coordinator:
@@ -181,7 +224,6 @@ class MeetingProcess:
                 self._write("answer", asdict(Answer(brought=brought_by_all)))
                 meeting.broadcast(json.dumps(self._verdicts.get()).encode())
             verdict = json.loads(meeting.receive(_UNTIL_LOST_S))
-            start = self._start = agreement.round("start")
             self._write("answer", asdict(Answer(verdict=verdict)))
         except RanksError as error:
             answer = Answer(error=self._words(error), kind=type(error).__name__, nodes=error.ranks)
@@ -189,6 +231,15 @@ class MeetingProcess:
             return
         if verdict["restart"]:
             self._write("outcome", asdict(self._outcome(agreement, start)))
+
+    def _met(self, brought: Mapping[str, Any], within_s: float) -> None:
+        """Meets the others; what nobody expects, such as a system that starts no thread, is said too."""
+        try:
+            self._meet(brought, within_s)
+        except Exception as error:  # noqa: BLE001 - the supervisor waits for a word
+            words = f"{type(error).__name__}: {error}"
+            self._write("answer", asdict(Answer(error=words)))
+            self._write("outcome", asdict(Outcome("lost", (), words)))
 
     def _outcome(self, agreement: Agreement, start: Round) -> Outcome:
         try:
@@ -212,7 +263,8 @@ class MeetingProcess:
     def _words(self, error: RanksError) -> str:
         """Returns an error of ranks as one of nodes."""
         if isinstance(error, RankStoreLost):
-            return f"{self._directory}, where the nodes meet, {error.message.rpartition(_MEET)[2]}"
+            wrong, _, _ = error.message.rpartition(_MEET)[2].partition(_WAITED)
+            return f"{self._directory}, where the nodes meet, {wrong}"
         words = error.message.removeprefix(f"{PHASE}: ").replace("world size", "--nodes")
         return re.sub(r"(?<!-)\brank(s?)\b", r"node\1", words)
 
@@ -236,7 +288,7 @@ class MeetingProcess:
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         data = json.dumps([name, values]).encode() + b"\n"
-        with contextlib.suppress(OSError):  # the supervisor has ended, and with it what `run` reads
+        with contextlib.suppress(OSError), self._writing:  # the supervisor has ended, and with it what `run` reads
             while data:
                 data = data[os.write(self._out, data) :]
 

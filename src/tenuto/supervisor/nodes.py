@@ -33,6 +33,7 @@ LEAVE_S: Final = 3.0
 POLL_S: Final = 0.1
 STATUS_LOST: Final = 128 + signal.SIGKILL
 """Of a start that has ended because a supervisor was lost."""
+_LEAST_PATIENCE_S: Final = 1.0
 _LOST_ANOTHER: Final = re.compile(r"DistBackendError|connection (was )?(closed|reset|refused)|broken pipe", re.I)
 """What errors say of collectives whose other rank is gone."""
 _AUTO: Final = "auto"
@@ -125,14 +126,18 @@ class Nodes:
     # -- while the training runs
 
     def outcome_elsewhere(self) -> Outcome | None:
-        """Returns how this start has ended on another node; None where it has not."""
-        self._outcome = self._outcome or self.meeting.outcome()
-        return None if self._outcome is None or self.node in self._outcome.nodes else self._outcome
+        """Returns how this start has ended on another node, or that the others have lost this one; None where neither
+        is so."""
+        outcome = self._outcome = self._outcome or self.meeting.outcome()
+        own = outcome is not None and outcome.what != "lost" and self.node in outcome.nodes
+        return None if own else outcome
 
     def words(self, outcome: Outcome) -> str:
         """Returns why this start is to end."""
         if not outcome.nodes:
             return outcome.evidence
+        if outcome.what == "lost" and self.node in outcome.nodes:
+            return f"the other nodes have lost this one: {outcome.evidence}"
         return f"{self.name(outcome.nodes)}{' is lost' if outcome.what == 'lost' else ''}: {outcome.evidence}"
 
     def leave(self, why: str) -> None:
@@ -177,7 +182,7 @@ class Nodes:
             "ending": None if own is None else encoded(own),
         }  # fmt: skip
         self.meeting.begin(brought, within_s)
-        while not asked():
+        while not (why := asked()):
             answer = self.meeting.answer()
             if answer is None:
                 time.sleep(POLL_S)
@@ -187,6 +192,7 @@ class Nodes:
                 self.meeting.decide(self._verdict(answer.brought, course, decided))
             else:
                 raise self._apart(answer, within_s, first=own is None)
+        self.meeting.announce(LEFT, why)  # others may have met already
         return None
 
     def _verdict(
@@ -223,7 +229,8 @@ class Nodes:
             hint = "give each node its own --node-rank, all the same --nodes and --ranks, and each job its own --meet"
             return RanksDisagree(f"the nodes cannot start together: {answer.error}", subject="--node-rank", hint=hint)
         if answer.kind not in (RanksMissing.__name__, RankFailed.__name__) or not others:
-            hint = f"look at {where} on this node: is it mounted, and may `tenuto run` write there?"
+            look = f"look at {where} on this node: is it mounted, and may `tenuto run` write there?"
+            hint = look if answer.kind else f"start the job again on all {self.nodes} nodes"
             return RanksError(f"node {self.node} cannot meet the others: {answer.error}", subject=str(where), hint=hint)
         late = answer.kind == RanksMissing.__name__
         alone = first and late and len(others) == self.nodes - 1
@@ -245,9 +252,11 @@ def nodes_of(
     nodes: str, node_rank: int | None, meet: str, *, first_s: float, patience_s: float, sizes: Sequence[int] = ()
 ) -> Nodes | None:
     """Returns what `--nodes`, `--node-rank` and `--meet` say; None for one node. Raises UsageError."""
+    example = "tenuto run --nodes 4 --node-rank 2 --meet /shared/meet -- torchrun … train.py"
+    if not nodes and (node_rank is not None or meet):
+        raise UsageError("--node-rank and --meet need --nodes", subject="--nodes", hint=example)
     if not nodes:
         return None
-    example = "tenuto run --nodes 4 --node-rank 2 --meet /shared/meet -- torchrun … train.py"
     number = _of_environment(_NODES) if nodes == _AUTO else int(nodes) if nodes.isdecimal() else None
     node = _of_environment(_NODE_RANK) if node_rank is None else node_rank
     if not number:
@@ -261,6 +270,9 @@ def nodes_of(
     if not meet:
         message = f"{number} nodes need a directory that all of them share"
         raise UsageError(message, subject="--meet", hint=example)
+    if patience_s < _LEAST_PATIENCE_S:
+        hint = "--patience 30s: a node says once a second that it lives"
+        raise UsageError(f"--patience {seconds(patience_s)} is too short", subject="--patience", hint=hint)
     return Nodes(node, number, Path(meet).absolute(), first_s, patience_s, sizes)
 
 

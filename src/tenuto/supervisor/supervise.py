@@ -360,7 +360,10 @@ class Supervisor:
         """Notes where each process stands, if py-spy is there to say it."""
         self.report(f"it hangs: {evidence}")
         program = shutil.which("py-spy")
+        until_s = float("inf") if self.nodes is None else time.monotonic() + STACKS_S  # others wait for this end
         for pid in tree.descendants() if program else ():
+            if time.monotonic() >= until_s:
+                break
             try:
                 done = subprocess.run(
                     [str(program), "dump", "--pid", str(pid)],
@@ -404,6 +407,7 @@ class Supervisor:
     def _what_follows_for_all(self, nodes: Nodes, own: Ending | None) -> tuple[Decision, str]:
         """As `_what_follows`, agreed with the other nodes. Raises RanksError where they never meet."""
         asked = lambda: self._why_asked() if self._asked else ""  # noqa: E731
+        endings, number = self._course.endings, len(self._course.endings)
         outcome = None if own is None else nodes.settle(own, asked)
         if outcome is not None and outcome.what == "leave":
             self._follow(outcome)
@@ -417,7 +421,7 @@ class Supervisor:
                 facts = {"status": error.exit_code, "lost_s": 0.0, "step": None, "saved": None, "failed": True}
                 self.journal.write("ended", reason=error.message, **facts)
                 raise
-            self._course.endings.append(replace(own, status=error.exit_code))
+            endings[number:] = [replace(own, status=error.exit_code)]
             return Decision(False, f"{own.evidence}; {error.message}; {error.hint}"), ""
         if met is not None:
             self._ended_by = ""
@@ -425,7 +429,7 @@ class Supervisor:
         if own is None:
             why, now_s = self._why_asked(), time.monotonic()
             own = Ending("asked to leave", 128 + self._asked[0], now_s, now_s, evidence=why)
-        self._course.endings.append(own)
+        endings[number:] = [own]  # the first node may have decided already
         return self._decided()
 
     def _follow(self, outcome: Outcome | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from tenuto.errors import RanksDisagree, RanksError, RanksMissing, RankStoreLost, UsageError
-from tenuto.supervisor.decide import Decision, Ending, Kind
+from tenuto.supervisor.decide import Decision, Ending, Kind, Limits
+from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.meeting import Answer, MeetingProcess, Outcome
 from tenuto.supervisor.nodes import Course, Nodes, decisive_of, encoded, nodes_of
 from tenuto.supervisor.restart import Restart
 from tenuto.supervisor.strategies import Recovery
+from tenuto.supervisor.supervise import Supervisor, Watch
 from tenuto.telemetry.last_words import LastWords
 
 
@@ -87,7 +90,7 @@ def test_which_node_this_is_the_scheduler_says(
         monkeypatch.setenv(name, value)
     here = of(nodes)
     assert (here and (here.node, here.nodes)) == found
-    assert of("") is None, "one node unless it is asked for"
+    assert of("", meet="") is None, "one node unless it is asked for"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,8 @@ def test_a_start_has_not_finished_where_a_node_is_about_to_say_that_it_has_faile
             calls.append("finished")
 
         def receive(self, deadline: float) -> bytes:
-            raise RankStoreLost("x, where the ranks meet, fails", subject="x", hint="wait")
+            message = "start 0: x, where the ranks meet, fails; waited for rank 1 (last reported 'start 0', 4 s ago)"
+            raise RankStoreLost(message, subject="x", hint="wait")
 
     process = MeetingProcess(tmp_path, 0, 2, patience_s=30.0, facts={}, out=-1)
     found = process._outcome(SimpleNamespace(is_coordinator=True), Start())  # type: ignore[arg-type]
@@ -140,9 +144,61 @@ def test_why_nodes_have_not_met_is_said_of_nodes() -> None:
     assert differ.message == "the nodes cannot start together: the nodes disagree: 'x' on node 1"
     lost = nodes._apart(Answer(error="the directory fails", kind="RankStoreLost"), 43.0, first=True)
     assert type(lost) is RanksError and lost.hint and "look at /meet on this node" in lost.hint
+    ended = nodes._apart(Answer(error="the process that meets the other nodes has ended"), 43.0, first=False)
+    assert ended.hint == "start the job again on all 3 nodes"
     two = Nodes(0, 2, Path("/meet"))
     alone = Answer(error="…", kind="RanksMissing", nodes=(1,))
     assert two._apart(alone, 600.0, first=True).message.endswith("; node 0 is alone there")
     assert "alone" not in two._apart(alone, 43.0, first=False).message, "they have met before, in that directory"
     assert nodes.words(Outcome("lost", (2,), "why")) == "node 2 (gpu-17) is lost: why"
+    assert nodes.words(Outcome("lost", (0,), "why")) == "the other nodes have lost this one: why"
     assert nodes.words(Outcome("ended", (1,), "killed (SIGKILL)")) == "node 1: killed (SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "elsewhere"),
+    [
+        (Outcome("ended", (1,), "why"), False),
+        (Outcome("leave", (1,), "why"), False),
+        (Outcome("lost", (1,), "why"), True),
+        (Outcome("lost", (), "why"), True),
+        (Outcome("ended", (0,), "why"), True),
+    ],
+)
+def test_one_that_the_others_have_lost_ends_its_training_too(outcome: Outcome, *, elsewhere: bool) -> None:
+    nodes = Nodes(1, 2, Path("/meet"))
+    nodes._meeting = SimpleNamespace(outcome=lambda: outcome)  # type: ignore[assignment]
+    assert nodes.outcome_elsewhere() == (outcome if elsewhere else None)
+
+
+@pytest.mark.parametrize(("node_rank", "meet"), [(1, ""), (None, "meet")])
+def test_what_says_which_node_this_is_without_their_number_is_refused(node_rank: int | None, meet: str) -> None:
+    with pytest.raises(UsageError, match="--node-rank and --meet need --nodes"):
+        of("", node_rank, meet)
+
+
+def test_a_patience_that_no_sign_of_life_could_keep_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--patience 0\.10 s is too short"):
+        nodes_of("2", 0, "meet", first_s=600.0, patience_s=0.1)
+
+
+@pytest.mark.parametrize(("asked", "status"), [([], 17), ([signal.SIGTERM], 1)])
+def test_an_end_counts_once_where_the_first_node_has_decided_and_the_others_do_not_learn_it(
+    asked: list[int], status: int
+) -> None:
+    said: list[str] = []
+    one = Supervisor(["true"], Limits(), Watch(), Journal(None, said.append), said.append)
+    own = ending("failed")
+
+    class Undecided:
+        def settle(self, own: Ending, asked: object) -> Outcome:
+            return Outcome("ended", (0,), "why")
+
+        def meet(self, own: Ending, course: Course, decided: object, why: object) -> None:
+            course.endings.append(own)
+            one._asked.extend(asked)
+            if not asked:
+                raise RanksMissing("node 1: its `tenuto run` has left", subject="node 1", hint="start the job again")
+
+    decision, _ = one._what_follows_for_all(Undecided(), own)  # type: ignore[arg-type]
+    assert not decision.restart and [each.status for each in one._course.endings] == [status]

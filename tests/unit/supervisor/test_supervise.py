@@ -7,14 +7,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tenuto.errors import KeyMissing
+from tenuto.supervisor import supervise
 from tenuto.supervisor.decide import Ending, Limits
 from tenuto.supervisor.detectors.contract import Finding, Name
 from tenuto.supervisor.journal import Journal
+from tenuto.supervisor.nodes import Nodes
 from tenuto.supervisor.process_tree import ProcessTree
 from tenuto.supervisor.steps import Steps
 from tenuto.supervisor.supervise import Account, Supervisor, Watch, summary
@@ -193,3 +196,18 @@ print(found.status, len(told), "no key was given" in told[-1], "numpy" in sys.mo
     src = str(Path(__file__).parents[3] / "src")
     done = subprocess.run([sys.executable, "-c", script, src], capture_output=True, text=True, check=True)
     assert KeyMissing.__name__ in script and done.stdout == "1 1 True False\n"
+
+
+@pytest.mark.parametrize(("nodes", "looked_at"), [(None, 9), (Nodes(1, 2, Path("/meet")), 3)])
+def test_where_processes_stand_keeps_other_nodes_waiting_for_seconds_only(
+    monkeypatch: pytest.MonkeyPatch, nodes: Nodes | None, looked_at: int
+) -> None:
+    asked: list[Any] = []
+    clock = SimpleNamespace(monotonic=lambda: 4.0 * len(asked))
+    done = subprocess.CompletedProcess([], 1, "", "")
+    monkeypatch.setattr(supervise, "time", clock)
+    monkeypatch.setattr(supervise, "shutil", SimpleNamespace(which=lambda name: name))
+    monkeypatch.setattr(supervise.subprocess, "run", lambda words, **more: asked.append(words) or done)
+    tree: Any = SimpleNamespace(descendants=lambda: range(9))
+    supervisor("true", nodes=nodes)._note_stacks(tree, "no step")
+    assert len(asked) == looked_at
