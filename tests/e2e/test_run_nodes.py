@@ -260,7 +260,7 @@ def test_a_directory_that_stays_away_ends_the_training_and_is_named(tmp_path: Pa
 
 
 def test_nodes_that_see_different_directories_say_so(tmp_path: Path) -> None:
-    programs = [on_node(tmp_path, "", node, 2, "--meet", f"meet-{node}", "--meet-within", "1s") for node in range(2)]
+    programs = [on_node(tmp_path, "", node, 2, "--meet", f"meet-{node}", "--join", "1s") for node in range(2)]
     for node, (status, _, err) in enumerate(ends(programs)):
         assert status == 17, err
         other = f"node {1 - node}: its `tenuto run` has not come to {tmp_path}/meet-{node} within 1.00 s"
@@ -270,13 +270,13 @@ def test_nodes_that_see_different_directories_say_so(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_come_is_named_on_all_others(tmp_path: Path) -> None:
-    programs = [on_node(tmp_path, "", node, 3, "--meet-within", "4s") for node in (0, 2)]
+    programs = [on_node(tmp_path, "", node, 3, "--join", "4s") for node in (0, 2)]
     for status, _, err in ends(programs):
         assert status == 17 and "error: node 1: its `tenuto run` has not come to " in err, err
 
 
 def test_nodes_whose_numbers_of_ranks_differ_are_refused(tmp_path: Path) -> None:
-    sizes, options = ["4,2", "4"], ["--meet-within", "60s"]
+    sizes, options = ["4,2", "4"], ["--join", "60s"]
     programs = [
         on_node(tmp_path, "", node, 2, *options, "--ranks", sizes[node], launcher=["echo", "{ranks}"])
         for node in range(2)
@@ -286,7 +286,7 @@ def test_nodes_whose_numbers_of_ranks_differ_are_refused(tmp_path: Path) -> None
 
 
 def test_two_supervisors_with_one_number_are_refused(tmp_path: Path) -> None:
-    programs = [on_node(tmp_path, "", 1, 2, "--meet-within", "20s") for _ in range(2)]
+    programs = [on_node(tmp_path, "", 1, 2, "--join", "20s") for _ in range(2)]
     done = ends(programs)
     assert any("two processes say that they are node 1" in err and "its own --node-rank" in err for _, _, err in done)
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tenuto.model.sizes import parse_time
+from tenuto.supervisor.journal import Journal
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SBATCH = {
@@ -70,19 +71,24 @@ def test_the_batch_script_starts_a_supervisor_with_its_journal_and_passes_a_sign
     assert asked == "asked"
 
 
-@pytest.mark.parametrize(("status", "queued"), [(0, []), (1, []), (17, ["requeue 7"])])
+@pytest.mark.parametrize(("ends", "queued"), [([0, 0], []), ([1, 1], []), ([137, 17], ["requeue 7"])])
 def test_the_batch_script_queues_a_job_again_whose_node_was_lost(
-    tmp_path: Path, status: int, queued: list[str]
+    tmp_path: Path, ends: list[int], queued: list[str]
 ) -> None:
+    """As the journals say: of the statuses of all nodes Slurm tells the highest."""
+    for node, status in enumerate(ends):
+        journal = Journal(tmp_path / f"ended-{node}", print)
+        journal.write("ended", status=status, reason="", lost_s=0.0, step=1, saved=None, failed=True)
     (tmp_path / "scontrol").write_text('#!/bin/bash\n[ "$1" = show ] && echo first || echo "$@" >> queued\n')
-    (tmp_path / "srun").write_text(f"#!/bin/bash\nexit {status}\n")
+    moved = "for node in 0 1; do mv ended-$node journals/7-0-$node.jsonl; done"
+    (tmp_path / "srun").write_text(f"#!/bin/bash\n{moved}\nexit {max(ends)}\n")
     for name in ("scontrol", "srun"):
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **slurm}
     done = subprocess.run(["bash", str(EXAMPLES / "slurm.sbatch")], cwd=tmp_path, env=environment, check=False)
     found = tmp_path / "queued"
-    assert (done.returncode, found.read_text().splitlines() if found.exists() else []) == (status, queued)
+    assert (done.returncode, found.read_text().splitlines() if found.exists() else []) == (max(ends), queued)
 
 
 def test_the_manifest_has_what_a_pod_needs_to_save_and_to_resume_from_memory() -> None:

@@ -34,6 +34,10 @@ EXAMPLES = examples(
 )
 _ENDS = "Ends in an hour (12), in a row in vain (3)."
 _LEAVING = "To leave in (60s); after which it is asked to."
+_LEFT = "Saves what is left there alone; if that fails."
+_NODES = "Of the job, or `auto`; this one, from 0."
+_PATIENCE = "For all to join (10m); with a silent one (30s)."
+_WHICH = "Cloud (aws, gcp, azure), model of faults; `off`."
 _FILES = "For what happens, and what is read of the machine."
 REPLAYED = 50_000
 """Samples of a recording, the newest ones, that are looked at to know how good a predictor was: a second at most."""
@@ -42,9 +46,11 @@ REPLAYED = 50_000
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run.")],
     *,
-    where: Annotated[
-        str, typer.Option(metavar="WHERE", help="Only there save what is left in memory at the end.", envvar=VARIABLE)
-    ] = "",
+    where: Annotated[str, typer.Option(metavar="DIR", help=_LEFT, envvar=VARIABLE)] = "",
+    emergency: Annotated[
+        list[str] | None,
+        typer.Option("--emergency", metavar="DIR", help=_LEFT),
+    ] = None,
     restarts: Annotated[int, typer.Option(metavar="N", help="Restarts in all.")] = 100,
     per_hour: Annotated[int, typer.Option(metavar="N", help=_ENDS, show_default=False)] = 12,
     in_vain: Annotated[int, typer.Option(metavar="N", help=_ENDS, show_default=False)] = 3,
@@ -56,23 +62,17 @@ def run(
     end_within: Annotated[str, typer.Option(metavar="TIME", help="From its last step; `off`; else 1 h to save.")] = "",
     notices: Annotated[
         str,
-        typer.Option(metavar="CLOUD", help="Whose notices: aws, gcp, azure, off."),
+        typer.Option(metavar="WHICH", help=_WHICH),
     ] = "",
-    risk: Annotated[str, typer.Option(metavar="MODEL", help="What foresees faults; `off`; else rules.")] = "",
+    risk: Annotated[str, typer.Option(metavar="WHICH", help=_WHICH)] = "",
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING, show_default=False)] = "60s",
     deadline: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING)] = "",
-    nodes: Annotated[str, typer.Option(metavar="N", help="Nodes of the job; `auto`: the scheduler's.")] = "",
-    node_rank: Annotated[
-        int | None, typer.Option(metavar="N", help="This one's number, from 0; else the scheduler's.")
-    ] = None,
+    nodes: Annotated[str, typer.Option(metavar="N", help=_NODES, show_default=False)] = "",
+    node_rank: Annotated[int | None, typer.Option(metavar="N", help=_NODES)] = None,
     meet: Annotated[str, typer.Option(metavar="DIR", help="Shared by all nodes, which agree there.")] = "",
-    meet_within: Annotated[str, typer.Option(metavar="TIME", help="For all nodes to start.")] = "10m",
-    patience: Annotated[str, typer.Option(metavar="TIME", help="With a node that is silent.")] = "30s",
-    emergency: Annotated[
-        list[str] | None,
-        typer.Option("--emergency", metavar="WHERE", help="Takes the last state if its store does not."),
-    ] = None,
+    join: Annotated[str, typer.Option(metavar="TIME", help=_PATIENCE, show_default=False)] = "10m",
+    patience: Annotated[str, typer.Option(metavar="TIME", help=_PATIENCE, show_default=False)] = "30s",
     journal: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
     record: Annotated[str, typer.Option(metavar="FILE", help=_FILES)] = "",
     notify: Annotated[
@@ -118,7 +118,7 @@ def run(
         watching=said.watching,
         nodes=nodes_of(
             nodes, node_rank, meet, sizes=sizes,
-            first_s=parse_time(meet_within, "--meet-within"), patience_s=parse_time(patience, "--patience"),
+            first_s=parse_time(join, "--join"), patience_s=parse_time(patience, "--patience"),
         ),
     )  # fmt: skip
     if json:

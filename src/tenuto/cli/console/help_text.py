@@ -122,7 +122,9 @@ class PlainCommand(TyperCommand):
 
     def _options(self, ctx: Any, width: int) -> list[str]:
         params: list[Any] = list(self.get_params(ctx))
-        arguments = [(_place(param), _explained(param)) for param in params if _is_argument(param)]
+        # What is to be run stands in the line of the usage already.
+        places = [param for param in params if _is_argument(param) and not _place(param).startswith("--")]
+        arguments = [(_place(param), _explained(param)) for param in places]
         own = [param for param in params if not _is_argument(param) and not set(param.opts) & set(COMMON)]
         options = []  # those that mean the same, one after the other, stand together
         for text, alike in groupby(own, _explained):
