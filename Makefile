@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks bench-trainers crash-campaign kill-campaign kill-campaign-encoded kill-campaign-memory trainer-kills-campaign supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
+.PHONY: setup demo test test-more test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks bench-trainers crash-campaign kill-campaign kill-campaign-encoded kill-campaign-memory trainer-kills-campaign supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
 
 # Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,17 +23,26 @@ demo: setup
 
 # One thread of torch's for each of many small processes. Five workers on two cores: much of the time a test waits for processes.
 # A file is one worker's, which sets up its fixtures once; tests/conftest.py says which begin first.
-test test-long test-stores test-trainers test-pages: export OMP_NUM_THREADS = 1
+test test-more test-long test-stores test-trainers test-pages: export OMP_NUM_THREADS = 1
 # The tests' directories lie in memory where 4 GiB of that are free: each save is flushed, and what a disk makes of that few
 # tests ask (they take theirs elsewhere), and `make test-long`.
-test: export PYTEST_DEBUG_TEMPROOT = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -ge 4194304 2>/dev/null && echo /dev/shm)
+test test-more: export PYTEST_DEBUG_TEMPROOT = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -ge 4194304 2>/dev/null && echo /dev/shm)
 
 # In a new clone the test modules are compiled first, by two processes: each worker would do all of that for itself.
 test: setup
 	@test -d tests/unit/__pycache__ || { \
 		$(BIN)/python -m pytest --collect-only tests/unit > /dev/null & \
 		$(BIN)/python -m pytest --collect-only tests --ignore tests/unit > /dev/null; wait; }
-	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(MORE))
+
+# The rooms that most changes leave alone, so that `make test` is done in minutes: encodings, what interferes with what in
+# upkeep, hostile files, drills, predictors. Continuous integration runs both; so does plain `pytest`.
+MORE = $(addprefix tests/,attacks unit/encoding unit/codec/test_codecs.py unit/drill multiprocess/test_ranks_encoded_tier.py \
+	multiprocess/test_encoded_restarts.py unit/history/test_catalog_cache.py unit/maintenance/test_interleavings.py \
+	unit/maintenance/test_shared_packs.py unit/supervisor/risk e2e/test_risk.py e2e/test_emergency_places.py \
+	e2e/test_sealed_emergency_places.py unit/training/test_tiers.py unit/cli/test_probe.py)
+test-more: setup
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(MORE)
 
 # What takes long and is looked at from another side by `make test` too.
 test-long: setup

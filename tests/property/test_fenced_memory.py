@@ -46,7 +46,8 @@ def images(place: Path, drawn: dict[str, Any], capture: str) -> tuple[dict[int, 
         options = {"save": every(steps=1000), "memory": every(steps=1), "capture": capture}
         train(place, training.state, body, steps=STEPS, told=told, **options)
     sealed = [event.id.step for event in told.events if isinstance(event, SavedToMemory)]
-    assert sealed == sorted(found) == list(range(1, STEPS + 1))
+    # Told once a slot is sealed and the next one may be: another thread's word may come first.
+    assert sorted(sealed) == sorted(found) == list(range(1, STEPS + 1))
     return found, told
 
 
