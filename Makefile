@@ -36,8 +36,8 @@ test: setup
 	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(MORE))
 
 # The rooms that most changes leave alone, so that `make test` is done in minutes: encodings, what interferes with what in
-# upkeep, hostile files, drills, predictors. Continuous integration runs both; so does plain `pytest`.
-MORE = $(addprefix tests/,attacks unit/encoding unit/codec/test_codecs.py unit/drill multiprocess/test_ranks_encoded_tier.py \
+# upkeep, drills, predictors. Continuous integration runs both; so does plain `pytest`.
+MORE = $(addprefix tests/,unit/encoding unit/codec/test_codecs.py unit/drill multiprocess/test_ranks_encoded_tier.py \
 	multiprocess/test_encoded_restarts.py unit/history/test_catalog_cache.py unit/maintenance/test_interleavings.py \
 	unit/maintenance/test_shared_packs.py unit/supervisor/risk e2e/test_risk.py e2e/test_emergency_places.py \
 	e2e/test_sealed_emergency_places.py unit/training/test_tiers.py unit/cli/test_probe.py)
