@@ -36,13 +36,11 @@ test: setup
 	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(MORE))
 
 # The rooms that most changes leave alone, so that `make test` is done in minutes: encodings, what interferes with what in
-# upkeep, several places and copies, drills, predictors. Continuous integration runs both; so does plain `pytest`.
+# upkeep, drills, predictors. Continuous integration runs both; so does plain `pytest`.
 MORE = $(addprefix tests/,unit/encoding unit/codec/test_codecs.py unit/drill multiprocess/test_ranks_encoded_tier.py \
 	multiprocess/test_encoded_restarts.py unit/history/test_catalog_cache.py unit/maintenance/test_interleavings.py \
 	unit/maintenance/test_shared_packs.py unit/supervisor/risk e2e/test_risk.py e2e/test_emergency_places.py \
-	e2e/test_sealed_emergency_places.py unit/training/test_tiers.py unit/training/test_tiers_in_trouble.py \
-	unit/training/test_per_node.py unit/training/test_stripe.py unit/maintenance/test_checkpoint_copy.py \
-	multiprocess/test_per_node.py multiprocess/test_copies_elsewhere.py unit/cli/test_probe.py)
+	e2e/test_sealed_emergency_places.py unit/training/test_tiers.py unit/cli/test_probe.py)
 test-more: setup
 	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(MORE)
 
