@@ -28,7 +28,7 @@ from tenuto.engine.memory_tier import slot_file
 from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, foreign
 from tenuto.engine.memory_tier.image_store import Image, check_image, open_image
 from tenuto.engine.memory_tier.listing import remove_image, sealed_of
-from tenuto.engine.memory_tier.memory_restore import judged
+from tenuto.engine.memory_tier.memory_restore import judged, read_id
 from tenuto.engine.memory_tier.seal import Seal
 from tenuto.engine.memory_tier.slot_file import LastingSlot
 from tenuto.engine.memory_tier.tier import HOLD_S, POLL_S, MemoryTier
@@ -115,8 +115,8 @@ class Gathering:
     def read(cls, data: Mapping[str, Any]) -> Gathering:
         holders = tuple((int(attempt), str(claim)) for attempt, claim in data["holders"])
         images = {int(rank): (int(opener), str(name)) for rank, opener, name in data["images"]}
-        base = None if data["base"] is None else _read_id(data["base"])
-        return cls(_read_id(data["id"]), str(data["save_id"]), int(data["ranks"]), base, holders, images)
+        base = None if data["base"] is None else read_id(data["base"])
+        return cls(read_id(data["id"]), str(data["save_id"]), int(data["ranks"]), base, holders, images)
 
 
 def gather(
@@ -352,7 +352,7 @@ class MemoryGathering:
         if answer["id"] is None:
             self._report(f"{gathering.words}, and is passed over: {answer['why']}")
             return None
-        id = _read_id(answer["id"])
+        id = read_id(answer["id"])
         if self._agreement.is_coordinator:
             took = f"{size(self._repo.manifest(id).bytes)} in {seconds(time.monotonic() - began_s)}"
             self._report(f"{gathering.words}: saved as {id} ({took}), which all resume from{_loss(gathering)}")
@@ -386,7 +386,7 @@ def wanted(repo: Repo, run: str, found: Sequence[Any]) -> list[Gathering]:
     rest: list[Gathering] = []
     for save_id, images in order:
         _, first = next(iter(images.values()))
-        id, ranks = _read_id(first["id"]), int(first["ranks"])
+        id, ranks = read_id(first["id"]), int(first["ranks"])
         holders = tuple(sorted({(int(image["attempt"]), str(image["claim"])) for _, image in images.values()}))
         verdict = _judged(repo, run, id, save_id, holders)
         if isinstance(verdict, str):
@@ -422,10 +422,6 @@ def _node() -> Json:
         return [process.host, process.boot, str(status.st_dev), str(status.st_ino)]
     except OSError:
         return [process.host, process.boot, str(process.pid), ""]
-
-
-def _read_id(data: Mapping[str, Any]) -> CheckpointId:
-    return CheckpointId(str(data["run"]), int(data["attempt"]), int(data["step"]))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -340,7 +340,7 @@ def choose(repo: Repo, run: str, reports: Sequence[Mapping[str, Any]]) -> tuple[
     order = sorted(by_save.items(), key=lambda one: _newness(one[1].values()), reverse=True)
     found: list[CommonImage] = []
     for save_id, images in order:
-        id = _read_id(next(iter(images.values()))["id"])
+        id = read_id(next(iter(images.values()))["id"])
         missing = [rank for rank in range(len(reports)) if rank not in images]
         verdict = _lacking(missing) if missing else judged(repo, run, id, save_id, images.values())
         if isinstance(verdict, str):
@@ -397,9 +397,10 @@ def _common_json(common: CommonImage) -> Json:
 
 
 def _read_common(data: Mapping[str, Any]) -> CommonImage:
-    base = None if data["base"] is None else _read_id(data["base"])
-    return CommonImage(_read_id(data["id"]), str(data["save_id"]), EligibleImage(base, bool(data["durable"])))
+    base = None if data["base"] is None else read_id(data["base"])
+    return CommonImage(read_id(data["id"]), str(data["save_id"]), EligibleImage(base, bool(data["durable"])))
 
 
-def _read_id(data: Mapping[str, Any]) -> CheckpointId:
+def read_id(data: Mapping[str, Any]) -> CheckpointId:
+    """Returns the checkpoint that `checkpoint_json` has written for other ranks."""
     return CheckpointId(str(data["run"]), int(data["attempt"]), int(data["step"]))
