@@ -261,12 +261,12 @@ time.sleep(1000)
 COUNTING = """
 import os, numpy as np, tenuto, pathlib, time
 from tenuto import every, on
-state = {"w": np.zeros(100)}
+state, new = {"w": np.zeros(100)}, f"new-{os.getpid()}"  # a file of its own: two may write at once
 with tenuto.Checkpointer("ckpts", state, save=every(steps=10) | on.end() | on.signal(), memory=every(steps=1)) as ckpt:
     for step in ckpt.steps(80):
         state["w"] += step
-        pathlib.Path("new").write_text(f"{os.getpid()} {step}")
-        os.replace("new", "now")
+        pathlib.Path(new).write_text(f"{os.getpid()} {step}")
+        os.replace(new, "now")
         time.sleep(0.02)
 print("w", state["w"][0])
 """

@@ -162,11 +162,12 @@ ENDLESS = """
 import os, numpy as np, tenuto, pathlib, time
 from tenuto import every, on
 state, save = {"w": np.zeros(100)}, every(steps=10) | on.signal()
+new = f"new-{os.getpid()}"  # a file of its own: two may write at once
 with tenuto.Checkpointer("ckpts", state, save=save, memory=MEMORY, takeover=True, wait_for_owner=0.5) as ckpt:
     for step in ckpt.steps(10**6 if not pathlib.Path("enough").exists() else ckpt.step + 25):
         state["w"] += 1
-        pathlib.Path("new").write_text(f"{os.getpid()} {ckpt.stats.committed} {ckpt.stats.kept_in_memory}")
-        os.replace("new", "now")
+        pathlib.Path(new).write_text(f"{os.getpid()} {ckpt.stats.committed} {ckpt.stats.kept_in_memory}")
+        os.replace(new, "now")
         time.sleep(0.005)
 """
 

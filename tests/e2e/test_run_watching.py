@@ -24,12 +24,12 @@ from tenuto.supervisor.detectors.contract import STEPS, Sample
 ENDLESS = """
 import os, numpy as np, tenuto, pathlib, time
 from tenuto import every, on
-state = {"w": np.zeros(100)}
+state, new = {"w": np.zeros(100)}, f"new-{os.getpid()}"  # a file of its own: two may write at once
 with tenuto.Checkpointer("ckpts", state, save=SAVE, memory=MEMORY) as ckpt:
     for step in ckpt.steps(10**6):
         state["w"] += 1
-        pathlib.Path("new").write_text(f"{os.getpid()} {ckpt.step} {ckpt.stats.committed}")
-        os.replace("new", "now")
+        pathlib.Path(new).write_text(f"{os.getpid()} {ckpt.step} {ckpt.stats.committed}")
+        os.replace(new, "now")
         time.sleep(0.02)
 """
 

@@ -154,7 +154,8 @@ class SlotTable:
     """The slots that this process has locked. One per process: a forked child starts with an empty one."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        # Reentrant: the garbage collector may run in here, and give back the slot of an arena that nobody refers to.
+        self._guard = threading.RLock()
         self._locks: dict[Slot, int] = {}
         self._held: set[Slot] = set()
         self._files: dict[Slot, tuple[int, int]] = {}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import stat
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,6 +154,31 @@ def test_a_directory_open_to_others_is_refused_and_named(tmp_path: Path, mode: i
         assert os.fstat(descriptor).st_ino == place.stat().st_ino
         assert not os.get_inheritable(descriptor)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_garbage_that_is_collected_while_a_slot_is_taken_gives_its_own_back(
+    tmp_path: Path, table: SlotTable, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Abandoned:
+        pass
+
+    one, lock = Abandoned(), table._lock
+    one.itself = one  # type: ignore[attr-defined]  # a cycle: only the collector frees it
+    weakref.finalize(one, table.give_back, slot)
+
+    def collected(other: Slot) -> bool:
+        gc.collect()
+        return lock(other)
+
+    monkeypatch.setattr(table, "_lock", collected)
+    del one
+    other = Slot(str(tmp_path), "repo/main", "0-1")
+    taking = threading.Thread(target=table.take, args=(other,), daemon=True)
+    taking.start()
+    taking.join(60)
+    assert not taking.is_alive(), "the thread waits for itself"
+    assert set(table._locks) == {other}
+    table.give_back(other)
 
 
 def everything(root: Path) -> list[tuple[str, int]]:
