@@ -452,13 +452,13 @@ class Checkpointer:
         failed: what has ended training, where a trainer reports it instead of raising it through `with`: then nothing
         new is saved, and the other ranks hear of it.
         """
-        if failed is not None and self._training is not None and not self._closed:
-            self._training.saving.heartbeat.failed(failed)
-            self._training.saving.group.broken_off(failed)
-            if os.getpid() == self._pid:
-                with undisturbed:
+        with undisturbed:  # one block: a signal that came with `failed` does not take its place
+            if failed is not None and self._training is not None and not self._closed:
+                self._training.saving.heartbeat.failed(failed)
+                self._training.saving.group.broken_off(failed)
+                if os.getpid() == self._pid:
                     save_sealed(self._training.saving)
-        self._close(timeout, ended_well=failed is None)
+            self._close(timeout, ended_well=failed is None)
 
     def latest_step(self) -> int | None:
         """Returns the committed step that `latest` means in this run now; None if there is none."""

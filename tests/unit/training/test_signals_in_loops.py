@@ -16,10 +16,12 @@ import torch
 import tenuto
 from support.said import said
 from support.tiny_training import Gate, state, steps_of, train
-from tenuto import on
+from tenuto import every, on
 from tenuto.concurrency.worker_threads import BackgroundWork, background_threads
 from tenuto.engine.save import handle
+from tenuto.errors import Superseded
 from tenuto.policy.save import Moment, SaveHistory, SavePolicy
+from tenuto.repo.ownership.claim import Attempt
 from tenuto.training import exit_status, training_session
 from tenuto.training.preemption import Preempted, SignalWatch
 
@@ -243,6 +245,24 @@ def test_one_that_comes_while_a_counted_step_is_completed_saves_that_one(place: 
         for _ in ckpt.steps(9):
             train(one)
     assert steps_of(place) == [3] and tenuto.load(place).state["n"] == 3
+
+
+def test_a_signal_does_not_take_the_place_of_the_error_that_ended_training(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(self: Attempt) -> None:
+        ask()
+        raise Superseded("another process has the run now", subject=self.run)
+
+    one = state()
+    with (
+        pytest.raises(Superseded),
+        tenuto.Checkpointer(place, one, save=every(steps=2) | on.signal()) as ckpt,
+    ):
+        for step in ckpt.steps(9):
+            train(one)
+            if step == 1:
+                monkeypatch.setattr(Attempt, "check", lost)
 
 
 def own_loop(place: Path, steps: int, at: int) -> dict[str, Any]:
