@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/tenuto demo
 
-# One thread of torch's for each of many small processes. Five workers on two cores: much of the time a test waits for processes.
+# One thread of torch's for each of many small processes. Six workers on two cores: much of the time a test waits for processes.
 # A file is one worker's, which sets up its fixtures once; tests/conftest.py says which begin first.
 test test-more test-long test-stores test-trainers test-pages: export OMP_NUM_THREADS = 1
 # The tests' directories lie in memory where 4 GiB of that are free: each save is flushed, and what a disk makes of that few
@@ -33,16 +33,18 @@ test: setup
 	@test -d tests/unit/__pycache__ || { \
 		$(BIN)/python -m pytest --collect-only tests/unit > /dev/null & \
 		$(BIN)/python -m pytest --collect-only tests --ignore tests/unit > /dev/null; wait; }
-	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(MORE))
+	$(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(MORE))
 
 # The rooms that most changes leave alone, so that `make test` is done in minutes: encodings, what interferes with what in
-# upkeep, drills, predictors. Continuous integration runs both; so does plain `pytest`.
-MORE = $(addprefix tests/,unit/encoding unit/codec/test_codecs.py unit/drill multiprocess/test_ranks_encoded_tier.py \
-	multiprocess/test_encoded_restarts.py unit/history/test_catalog_cache.py unit/maintenance/test_interleavings.py \
-	unit/maintenance/test_shared_packs.py unit/supervisor/risk e2e/test_risk.py e2e/test_emergency_places.py \
-	e2e/test_sealed_emergency_places.py unit/training/test_tiers.py unit/cli/test_probe.py)
+# upkeep, drills, predictors, jobs of several nodes, the code of the pages. Continuous integration runs both; so does plain
+# `pytest`.
+MORE = $(addprefix tests/,docs/test_code_blocks.py e2e/test_emergency_places.py e2e/test_risk.py e2e/test_run_nodes.py \
+	e2e/test_sealed_emergency_places.py multiprocess/test_encoded_restarts.py multiprocess/test_gather.py \
+	multiprocess/test_ranks_encoded_tier.py unit/cli/test_probe.py unit/codec/test_codecs.py unit/drill unit/encoding \
+	unit/history/test_catalog_cache.py unit/maintenance/test_interleavings.py unit/maintenance/test_shared_packs.py \
+	unit/supervisor/risk unit/training/test_tiers.py)
 test-more: setup
-	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(MORE)
+	$(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder $(MORE)
 
 # What takes long and is looked at from another side by `make test` too.
 test-long: setup

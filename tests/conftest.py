@@ -24,6 +24,7 @@ settings.load_profile("unhurried")
 
 def pytest_configure(config: pytest.Config) -> None:
     """A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts."""
+    gc.disable()  # until all is loaded: what is loaded stays, and would be looked through again and again
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -73,6 +74,7 @@ def pytest_collection_finish() -> None:
     importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
     frameworks.declared()
     snapshot.code_identity()
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -106,6 +108,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 LONGEST = [
     "e2e/test_sealed_emergency_places.py",
+    "multiprocess/test_gather.py",
     "crash/test_rank_crashes.py",
     "unit/encoding/test_repack.py",
     "multiprocess/test_ranks_encoded_tier.py",

@@ -78,9 +78,9 @@ def test_what_does_not_fail_is_committed_in_order_and_as_it_was(todo: list[Step]
                 room = images is None or len(saver.in_flight) < images
                 # A save that finds no room waits for those in its way: the first ones of a structure find that out.
                 if not (saver.free and fits and room):
-                    store.let_go(*range(number))
+                    let_go(*range(number))
                 if step.waited:
-                    store.let_go(*range(number + 1))
+                    let_go(*range(number + 1))
                 state.clear()
                 state.update(state_of(number, step.size))
                 ckpt.step_done()
