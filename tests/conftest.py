@@ -24,7 +24,8 @@ settings.load_profile("unhurried")
 
 def pytest_configure(config: pytest.Config) -> None:
     """A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts."""
-    gc.disable()  # until all is loaded: what is loaded stays, and would be looked through again and again
+    if _is_worker(config):
+        gc.disable()  # until all is loaded: what is loaded stays, and would be looked through again and again
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, Any
 
+from tenuto.concurrency.interruption import undisturbed
 from tenuto.events import Event
 from tenuto.model.ids import CheckpointId
 from tenuto.model.timing import RankSpread, RankTimings, Timing
@@ -42,14 +43,14 @@ class JsonLines:
         }
         record.update((field.name, plain(getattr(event, field.name))) for field in dataclasses.fields(event))
         line = json.dumps(record, allow_nan=False) + "\n"
-        with self._lock:
+        with undisturbed, self._lock:  # a signal that comes here waits: it emits events too, in the same thread
             stream = self._open()
             stream.write(line)
             stream.flush()
 
     def close(self) -> None:
         """Closes a file that this sink opened; a later event opens it again."""
-        with self._lock:
+        with undisturbed, self._lock:
             if self._path is not None and self._stream is not None:
                 self._stream.close()
                 self._stream = None

@@ -458,12 +458,13 @@ class Checkpointer:
                 self._training.saving.group.broken_off(failed)
                 if os.getpid() == self._pid:
                     save_sealed(self._training.saving)
-            self._close(timeout, ended_well=failed is None)
+            self._close(timeout, ended_well=failed is None, failed=failed)
 
     def latest_step(self) -> int | None:
         """Returns the committed step that `latest` means in this run now; None if there is none."""
         training = self._armed()
-        newest = latest(training.saving.repo, training.run) if training is not None else None
+        with undisturbed:  # a signal that comes here waits: it saves to the same store
+            newest = latest(training.saving.repo, training.run) if training is not None else None
         return newest.step if newest is not None else None
 
     def __enter__(self) -> Checkpointer:
@@ -481,13 +482,13 @@ class Checkpointer:
             return "Checkpointer(disarmed)"
         return f"Checkpointer({self._training.saving.repo.url!r}, run={self._training.run!r}, step={self.step})"
 
-    def _close(self, timeout: float, *, ended_well: bool) -> None:
+    def _close(self, timeout: float, *, ended_well: bool, failed: BaseException | None = None) -> None:
         if self._closed or self._training is None or os.getpid() != self._pid:
             return
         with undisturbed:
             self._closed = True
             self._withdraw()
-            self._training.close(timeout, ended_well=ended_well)
+            self._training.close(timeout, ended_well=ended_well, failed=failed)
 
     @overload
     def _armed(self, *, needed: Literal[True]) -> TrainingSession: ...

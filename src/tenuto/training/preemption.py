@@ -371,9 +371,12 @@ class PreemptionHandler:
     def restore(self) -> None:
         self._watch.restore()
 
-    def hold_back(self) -> None:
-        """Stops acting on signals as they come."""
+    def hold_back(self, saving: RunSaver | None = None, failed: BaseException | None = None) -> None:
+        """Stops acting on signals as they come; says of one that came that `failed`, which ends training, is raised
+        instead of leaving."""
         self._held_back = True
+        if saving is not None and isinstance(failed, Exception) and self.owed:
+            saving.report(f"{self.signal} came as well as {type(failed).__name__}, which ends the training")
 
     def prepare_to_leave(self, name: str | None = None) -> None:
         """Decides that the process leaves because of the signal that came here, or of `name`, which came to another

@@ -431,13 +431,14 @@ class TrainingSession:
         saved: no `close` has ended the training, and its objects may have been changed since its last step."""
         self.close(CLOSE_DEADLINE_S, ended_well=True, replaced=True)
 
-    def close(self, timeout: float, *, ended_well: bool, replaced: bool = False) -> None:
-        """Waits for what is in flight, gives the run back, puts signal handlers back, and warns of what is left undone.
-        Once."""
+    def close(
+        self, timeout: float, *, ended_well: bool, replaced: bool = False, failed: BaseException | None = None
+    ) -> None:
+        """Waits for what is in flight, gives run and signal handlers back, warns of what is left undone. Once."""
         if self.closed:
             return
         self.closed = True
-        self._preemption.hold_back()
+        self._preemption.hold_back(self.saving, failed)
         self.saving.leave(self.step)
         until = time.monotonic() + timeout
         spare = min(GIVE_BACK_S, timeout / 4)
@@ -560,8 +561,7 @@ class TrainingSession:
             self._mark = self._snapshots.mark()
 
     def _act_on_signal(self) -> None:
-        """Leaves if a signal came, with the last completed step saved. In a job of several ranks the round after each
-        step decides when one counts."""
+        """Leaves if a signal came, with the last step saved. Of several ranks the round after a step decides that."""
         signal = self._preemption.signal
         if signal is not None and self.saving.group.acts_at_once:
             self._take_at_the_end(self._moment(ending=True, signal=signal), wait=True, eager=True)

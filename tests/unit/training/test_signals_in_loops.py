@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import tenuto
 from support.said import said
@@ -20,8 +22,12 @@ from tenuto import every, on
 from tenuto.concurrency.worker_threads import BackgroundWork, background_threads
 from tenuto.engine.save import handle
 from tenuto.errors import Superseded
+from tenuto.integrations.torch.data import iteration
 from tenuto.policy.save import Moment, SaveHistory, SavePolicy
 from tenuto.repo.ownership.claim import Attempt
+from tenuto.store.local import store as local_store
+from tenuto.store.memory import MemoryStore
+from tenuto.telemetry import JsonLines
 from tenuto.training import exit_status, training_session
 from tenuto.training.preemption import Preempted, SignalWatch
 
@@ -248,7 +254,7 @@ def test_one_that_comes_while_a_counted_step_is_completed_saves_that_one(place: 
 
 
 def test_a_signal_does_not_take_the_place_of_the_error_that_ended_training(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lost(self: Attempt) -> None:
         ask()
@@ -263,6 +269,85 @@ def test_a_signal_does_not_take_the_place_of_the_error_that_ended_training(
             train(one)
             if step == 1:
                 monkeypatch.setattr(Attempt, "check", lost)
+    assert "SIGUSR1 came as well as Superseded, which ends the training" in caplog.text
+
+
+class Ask:
+    """Asks this process to leave, once, where the main thread calls it after it was armed."""
+
+    def __init__(self) -> None:
+        self.armed = False
+
+    def __call__(self) -> None:
+        if self.armed and threading.current_thread() is threading.main_thread():
+            self.armed = False
+            ask()
+
+
+def leaves_with_its_step(
+    where: Path | MemoryStore, armed: Ask, then: Callable[[tenuto.Checkpointer], object], data: Any = (1, 2)
+) -> None:
+    """Trains one epoch, which nothing but a signal saves, and does behind it what is asked to leave."""
+    one = state()
+    with pytest.raises(Preempted), tenuto.Checkpointer(where, one, data=data, save=on.signal()) as ckpt:
+        for _ in ckpt.epochs(1):
+            for _ in (1, 2) if data is None else ckpt.batches:
+                train(one)
+        armed.armed = True
+        then(ckpt)
+    assert not armed.armed
+    assert tenuto.load(where).step == (1 if data is None else 2)
+
+
+def test_a_signal_while_an_iterated_loader_is_noted_waits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asking, words, loader = Ask(), iteration._words, DataLoader([1, 2])
+    monkeypatch.setattr(iteration, "_words", lambda dataset: (asking(), words(dataset))[1])
+    iteration.follow()
+    leaves_with_its_step(place, asking, lambda _: list(loader), data=None)
+
+
+def test_a_signal_while_an_event_is_written_waits(place: Path, tmp_path: Path) -> None:
+    asking = Ask()
+
+    class Lines(io.StringIO):
+        def write(self, text: str) -> int:
+            asking()
+            return super().write(text)
+
+    one, sink = state(), JsonLines(Lines())
+    tenuto.save(one, tmp_path / "other")
+    with pytest.raises(Preempted), tenuto.Checkpointer(place, one, save=on.signal(), sinks=[sink]) as ckpt:
+        for _ in ckpt.steps(3):
+            train(one)
+            asking.armed = True
+            tenuto.load(tmp_path / "other", sinks=[sink])
+    assert steps_of(place) == [1]
+
+
+def test_a_signal_while_the_newest_step_is_looked_up_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    asking, store = Ask(), MemoryStore("a-signal-while-the-newest-is-looked-up")
+
+    class Objects(dict[str, tuple[bytes, int]]):
+        def items(self) -> Any:
+            asking()
+            return super().items()
+
+    monkeypatch.setattr(store.place, "objects", Objects())
+    leaves_with_its_step(store, asking, tenuto.Checkpointer.latest_step)
+
+
+def test_a_signal_while_a_file_is_given_its_name_waits(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = Ask()
+
+    class Names(set[str]):
+        def add(self, name: str) -> None:
+            asking()
+            super().add(name)
+
+    monkeypatch.setattr(local_store, "_in_flight", Names())
+    leaves_with_its_step(place, asking, lambda _: tenuto.save(state(), tmp_path / "other"))
 
 
 def own_loop(place: Path, steps: int, at: int) -> dict[str, Any]:

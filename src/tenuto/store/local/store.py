@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal
 
+from tenuto.concurrency.interruption import undisturbed
 from tenuto.errors import AlreadyExists, ObjectNotFound, StoreError
 from tenuto.model.records import Receipt
 from tenuto.store.contract import (
@@ -377,13 +378,14 @@ def _temporary(wanted: str) -> Iterator[str]:
     get the final name.
     """
     path, count = wanted, 1
-    with _in_flight_lock:
-        while path in _in_flight:
-            count += 1
-            path = f"{wanted}-{count}"
-        _in_flight.add(path)
     try:
+        # A signal that comes here waits: what it saves is written by other threads, which need the lock.
+        with undisturbed, _in_flight_lock:
+            while path in _in_flight:
+                count += 1
+                path = f"{wanted}-{count}"
+            _in_flight.add(path)
         yield path
     finally:
-        with _in_flight_lock:
+        with undisturbed, _in_flight_lock:
             _in_flight.discard(path)

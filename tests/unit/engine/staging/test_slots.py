@@ -157,22 +157,23 @@ def test_a_directory_open_to_others_is_refused_and_named(tmp_path: Path, mode: i
 
 
 def test_garbage_that_is_collected_while_a_slot_is_taken_gives_its_own_back(
-    tmp_path: Path, table: SlotTable, slot: Slot, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Abandoned:
         pass
 
+    table, slot, other = SlotTable(), Slot(str(tmp_path), "repo/main", "0-0"), Slot(str(tmp_path), "repo/main", "0-1")
+    table.take(slot)
     one, lock = Abandoned(), table._lock
     one.itself = one  # type: ignore[attr-defined]  # a cycle: only the collector frees it
     weakref.finalize(one, table.give_back, slot)
 
-    def collected(other: Slot) -> bool:
+    def collected(wanted: Slot) -> bool:
         gc.collect()
-        return lock(other)
+        return lock(wanted)
 
     monkeypatch.setattr(table, "_lock", collected)
     del one
-    other = Slot(str(tmp_path), "repo/main", "0-1")
     taking = threading.Thread(target=table.take, args=(other,), daemon=True)
     taking.start()
     taking.join(60)

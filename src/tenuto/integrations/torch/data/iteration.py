@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from tenuto.concurrency.interruption import undisturbed
 from tenuto.integrations.torch.data.resumable import position_of
 from tenuto.state.declarations import MARKS
 from tenuto.state.frameworks import is_stateful
@@ -55,7 +56,8 @@ def _last() -> int:
 
 
 def _note(iterator: Any, loader: Any) -> None:
-    with _lock, suppress(TypeError):  # one without a hash, of somebody's own, is iterated all the same
+    # A signal that comes here waits: what it saves asks for the same lock, in the same thread.
+    with undisturbed, _lock, suppress(TypeError):  # one without a hash, of somebody's own, is iterated all the same
         _begun[id(loader)] = (_last() + 1, weakref.ref(loader), _words(loader.dataset))
         _iterators.add(iterator)
 
