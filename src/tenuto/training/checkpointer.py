@@ -452,13 +452,17 @@ class Checkpointer:
         failed: what has ended training, where a trainer reports it instead of raising it through `with`: then nothing
         new is saved, and the other ranks hear of it.
         """
+        training = self._training
+        if self._closed or training is None or os.getpid() != self._pid:
+            return
         with undisturbed:  # one block: a signal that came with `failed` does not take its place
-            if failed is not None and self._training is not None and not self._closed:
-                self._training.saving.heartbeat.failed(failed)
-                self._training.saving.group.broken_off(failed)
-                if os.getpid() == self._pid:
-                    save_sealed(self._training.saving)
-            self._close(timeout, ended_well=failed is None, failed=failed)
+            if failed is not None:
+                training.saving.heartbeat.failed(failed)
+                training.saving.group.broken_off(failed)
+                save_sealed(training.saving)
+            self._closed = True
+            self._withdraw()
+            training.close(timeout, ended_well=failed is None, failed=failed)
 
     def latest_step(self) -> int | None:
         """Returns the committed step that `latest` means in this run now; None if there is none."""
@@ -481,14 +485,6 @@ class Checkpointer:
         if self._training is None:
             return "Checkpointer(disarmed)"
         return f"Checkpointer({self._training.saving.repo.url!r}, run={self._training.run!r}, step={self.step})"
-
-    def _close(self, timeout: float, *, ended_well: bool, failed: BaseException | None = None) -> None:
-        if self._closed or self._training is None or os.getpid() != self._pid:
-            return
-        with undisturbed:
-            self._closed = True
-            self._withdraw()
-            self._training.close(timeout, ended_well=ended_well, failed=failed)
 
     @overload
     def _armed(self, *, needed: Literal[True]) -> TrainingSession: ...

@@ -371,12 +371,9 @@ class PreemptionHandler:
     def restore(self) -> None:
         self._watch.restore()
 
-    def hold_back(self, saving: RunSaver | None = None, failed: BaseException | None = None) -> None:
-        """Stops acting on signals as they come; says of one that came that `failed`, which ends training, is raised
-        instead of leaving."""
+    def hold_back(self) -> None:
+        """Stops acting on signals as they come."""
         self._held_back = True
-        if saving is not None and isinstance(failed, Exception) and self.owed:
-            saving.report(f"{self.signal} came as well as {type(failed).__name__}, which ends the training")
 
     def prepare_to_leave(self, name: str | None = None) -> None:
         """Decides that the process leaves because of the signal that came here, or of `name`, which came to another
@@ -391,12 +388,14 @@ class PreemptionHandler:
             attempt.leave()
             saving.emit(SignalReceived(saving.run, name, step, in_step))
 
-    def report_leaving(self, saving: RunSaver, step: int) -> None:
-        """Reports, where a signal ends the training, what is saved."""
+    def report_leaving(self, saving: RunSaver, step: int, failed: BaseException | None) -> None:
+        """Reports what is saved where a signal ends the training; or that `failed` ends it, though a signal came."""
         if self._left_for is not None:
             last = saving.last
             saved = last.id if last is not None and last.committed else None
             saving.emit(Leaving(saving.run, self._left_for, step, saved, saving.repo.url, self._status))
+        elif self.owed and isinstance(failed, Exception):
+            saving.report(f"{self.signal} came as well as {type(failed).__name__}, which ends the training")
 
     def leave(self) -> Never:
         """Ends the process as the signal asked."""

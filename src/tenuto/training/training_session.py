@@ -438,7 +438,7 @@ class TrainingSession:
         if self.closed:
             return
         self.closed = True
-        self._preemption.hold_back(self.saving, failed)
+        self._preemption.hold_back()
         self.saving.leave(self.step)
         until = time.monotonic() + timeout
         spare = min(GIVE_BACK_S, timeout / 4)
@@ -464,7 +464,7 @@ class TrainingSession:
             self.saving.warn_of_unlogged_metrics()
         if leaves := ended_well and self._preemption.owed and sys.exc_info()[0] is None:
             self._preemption.prepare_to_leave()  # it came behind the last step of several ranks, or during this close
-        self._preemption.report_leaving(self.saving, self.step)
+        self._preemption.report_leaving(self.saving, self.step, failed)
         if ended_well:
             self.saving.raise_failure()
             if leaves:

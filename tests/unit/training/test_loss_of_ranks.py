@@ -57,5 +57,5 @@ def test_a_run_is_not_given_back_while_a_save_is_being_written(tmp_path: Path, m
         ckpt.step_done()
     with pytest.raises(RanksMissing, match="rank 1 is dead"):
         ckpt.save()
-    ckpt._close(60, ended_well=False)
+    ckpt.close(60, failed=RanksMissing("rank 1 is dead"))
     saving.exit_status.clear()  # this process goes on

@@ -47,10 +47,7 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run.")],
     *,
     where: Annotated[str, typer.Option(metavar="DIR", help=_LEFT, envvar=VARIABLE)] = "",
-    emergency: Annotated[
-        list[str] | None,
-        typer.Option("--emergency", metavar="DIR", help=_LEFT),
-    ] = None,
+    emergency: Annotated[list[str] | None, typer.Option("--emergency", metavar="DIR", help=_LEFT)] = None,
     restarts: Annotated[int, typer.Option(metavar="N", help="Restarts in all.")] = 100,
     per_hour: Annotated[int, typer.Option(metavar="N", help=_ENDS, show_default=False)] = 12,
     in_vain: Annotated[int, typer.Option(metavar="N", help=_ENDS, show_default=False)] = 3,
@@ -60,10 +57,7 @@ def run(
     ] = None,
     start_within: Annotated[str, typer.Option(metavar="TIME", help="To its first step; `off`; else 2 h.")] = "",
     end_within: Annotated[str, typer.Option(metavar="TIME", help="From its last step; `off`; else 1 h to save.")] = "",
-    notices: Annotated[
-        str,
-        typer.Option(metavar="WHICH", help=_WHICH),
-    ] = "",
+    notices: Annotated[str, typer.Option(metavar="WHICH", help=_WHICH)] = "",
     risk: Annotated[str, typer.Option(metavar="WHICH", help=_WHICH)] = "",
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="What {ranks} stands for; fewer after faults.")] = "",
     grace: Annotated[str, typer.Option(metavar="TIME", help=_LEAVING, show_default=False)] = "60s",
