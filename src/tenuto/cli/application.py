@@ -151,6 +151,8 @@ def report(error: BaseException, *, debug: bool, as_json: bool) -> int:
     if isinstance(refused, str):
         output.story(refused)
         return UsageError.exit_code
+    if isinstance(error, FileNotFoundError) and _works_nowhere():
+        refused = UsageError("the working directory has been removed", hint="cd to a directory that exists")
     error = refused or error
     if debug:
         traceback.print_exception(error)
@@ -177,6 +179,15 @@ def _refused(error: BaseException) -> UsageError | str | None:
     message = (message[:1].lower() + message[1:]).removesuffix(".").replace("(Possible", "(possible")
     context = getattr(error, "ctx", None)
     return UsageError(message, hint=f"{context.command_path if context is not None else 'tenuto'} --help")
+
+
+def _works_nowhere() -> bool:
+    """Returns whether this process's working directory is gone, which fails whatever asks for it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _parts(error: BaseException) -> tuple[str, str | None, str | None, int]:

@@ -125,7 +125,14 @@ def _backend(scheme: str) -> Any:
 
 def _local(path: str) -> LocalStore:
     # Symbolic links on the way to the root are the user's choice; inside a repository none is followed.
-    root = os.path.realpath(os.path.expanduser(path))
+    try:
+        root = os.path.realpath(os.path.expanduser(path))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path} is relative to the working directory, which has been removed",
+            subject=path,
+            hint="give an absolute path, or cd to a directory that exists",
+        ) from None
     try:
         is_directory = stat.S_ISDIR(os.stat(root).st_mode)
     except NotADirectoryError:

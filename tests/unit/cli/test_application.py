@@ -113,6 +113,17 @@ def test_a_fault_of_ours_is_told_in_one_line(cli, made, monkeypatch):
     )
 
 
+def test_a_working_directory_that_has_been_removed_is_no_fault_of_ours(cli, monkeypatch, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    said = "error: the working directory has been removed\nhint: cd to a directory that exists\n"
+    assert cli("run", "--", "true") == (2, "", said)
+    code, _, told = cli("ls", "ckpts")
+    assert code == 2 and told.startswith("error: ckpts is relative to the working directory, which has been removed\n")
+
+
 def test_an_interrupt_leaves_with_130(cli, made, monkeypatch):
     from tenuto.repo.repository import Repo
 

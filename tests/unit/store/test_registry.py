@@ -48,6 +48,15 @@ def test_relative_paths_are_fixed_when_the_store_is_opened(monkeypatch, tmp_path
     assert store.url == f"{tmp_path}/ckpts"
 
 
+def test_a_relative_path_is_refused_where_the_working_directory_has_been_removed(monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(UsageError, match="ckpts is relative to the working directory, which has been removed"):
+        open_store("ckpts")
+    assert open_store(tmp_path / "ckpts").url == f"{tmp_path}/ckpts"
+
+
 def test_a_root_behind_a_symbolic_link_is_the_users_own_arrangement(tmp_path):
     (tmp_path / "disk").mkdir()
     os.symlink(tmp_path / "disk", tmp_path / "ckpts")
