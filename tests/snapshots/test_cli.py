@@ -516,7 +516,7 @@ def test_manners(one: Case) -> None:
             data = "\n".join(line for line in lines if not line.startswith("!"))
             assert re.fullmatch(r"tenuto\.[a-z_]+/1", json.loads(data)["schema"])
         if way == LOOKS["narrow"]:
-            whole = [line.rpartition(r"\r\x1b[K")[2].replace("<duration>", "1.23 s") for line in lines]
+            whole = [line.rpartition(r"\r\x1b[K")[2].replace("<duration>", "12.5 ms") for line in lines]
             wide = [line for line in whole if cells(line) > 80 and not line.startswith(COPIED)]
             assert not wide, "a line is broken in the middle on a terminal of 80 columns"
         if way != LOOKS["colour"]:
