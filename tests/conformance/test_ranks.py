@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tenuto.ranks.detection import Solo
-from tenuto.ranks.kv import torch_store
 from tenuto.ranks.kv.in_process import InProcessKVStore
 from tenuto.ranks.kv.shared_files import SharedFilesKVStore
 from tenuto.ranks.kv.torch_store import TorchKVStore
@@ -41,9 +40,8 @@ class TestSharedFiles(RanksSuite):
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+def store() -> Iterator[object]:
     distributed = pytest.importorskip("torch.distributed")
-    monkeypatch.setattr(torch_store, "_ABSENT_S", 0.5)  # what a key that is removed just then costs
     yield distributed.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
 

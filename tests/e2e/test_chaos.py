@@ -38,8 +38,12 @@ def chaos(directory: Path, script: str, *options: str, launcher: tuple[str, ...]
 
 
 def test_each_fault_of_a_trace_strikes_once_and_the_training_ends_as_without_them(tmp_path: Path) -> None:
-    kinds = ["abort", "oom", "nan", "full-disk", "slow-store", "hang"]
-    lines = [json.dumps({"step": 6 + 9 * number, "kind": kind, "lasts": "0.2s"}) for number, kind in enumerate(kinds)]
+    kinds = ["abort", "oom", "nan", "slow-store", "full-disk", "hang"]
+    lasts = {"full-disk": "10m"}  # until the process is ended: whenever the next save comes, it finds no room
+    lines = [
+        json.dumps({"step": 6 + 9 * number, "kind": kind, "lasts": lasts.get(kind, "0.2s")})
+        for number, kind in enumerate(kinds)
+    ]
     (tmp_path / "faults.jsonl").write_text("\n".join(lines))
     done = chaos(tmp_path, TRAINING, "--trace", "faults.jsonl", "--hang", "4s", "--grace", "1s", "--json")
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -9,8 +10,9 @@ import re
 import signal
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -317,10 +319,7 @@ def test_a_process_that_is_leaving_is_waited_for(tmp_path: Path) -> None:
     owner = start(tmp_path, HOLDS, "owner.py")
     assert owner.stdout.readline() == "there\n"
     owner.send_signal(signal.SIGTERM)
-    until = time.monotonic() + 60
-    while not any(json.loads(one.read_bytes().split(b"\n")[0]).get("leaving") for one in leases(tmp_path)):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    await_leaving(tmp_path)
     following = start(tmp_path, "train(4)", "next.py")
     assert masked(following.stderr.readline(), tmp_path) == (
         "tenuto: waiting up to TIME for process PID of USER on HOST, which owns run main: it is leaving\n"
@@ -343,10 +342,7 @@ tenuto.save(state, where, sinks=[hold])
 def test_a_process_that_saves_once_is_waited_for(tmp_path: Path) -> None:
     owner = start(tmp_path, SAVES_ONCE, "owner.py")
     assert owner.stdout.readline() == "there\n"
-    until = time.monotonic() + 60
-    while not any(json.loads(one.read_bytes().split(b"\n")[0]).get("leaving") for one in leases(tmp_path)):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    await_leaving(tmp_path)
     following = start(tmp_path, "train(4)", "next.py")
     lines = [following.stderr.readline()]
     while not lines[-1].startswith("tenuto: waiting"):
@@ -359,8 +355,19 @@ def test_a_process_that_saves_once_is_waited_for(tmp_path: Path) -> None:
     assert rest == RESUMED.format(0).replace("; no known gap", "")
 
 
-def leases(place: Path) -> list[Path]:
-    return [one for one in place.glob("ckpts/runs/main/a0001/lease/*.json") if one.stat().st_size]
+def await_leaving(place: Path) -> None:
+    """Returns once a lease says that the owner is leaving."""
+    until = time.monotonic() + 60
+    while not any(lease.get("leaving") for lease in leases(place)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def leases(place: Path) -> Iterator[dict[str, Any]]:
+    for path in place.glob("ckpts/runs/main/a0001/lease/*.json"):
+        with contextlib.suppress(FileNotFoundError):  # the owner removes those that it has renewed
+            if data := path.read_bytes():
+                yield json.loads(data.split(b"\n")[0])
 
 
 def test_of_two_ranks_one_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import warnings
@@ -88,9 +89,15 @@ def quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A place that holds 12 MiB, as under a quota: what exceeds it is refused, before the first byte."""
     put = LocalStore.put_if_absent
 
+    def size(path: Path) -> int:
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # another thread has put it in its place, or removed it, since it was listed
+            return 0
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
     def free() -> int:
-        files = [path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
-        return (12 << 20) - sum(files)
+        return (12 << 20) - sum(map(size, (tmp_path / "checkpoints").rglob("*")))
 
     def put_if_absent(self: LocalStore, name: str, content: Content, *, token: str) -> object:
         if content.length > free():

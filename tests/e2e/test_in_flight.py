@@ -63,15 +63,20 @@ def killed_with_all_in_flight(store: Held, slow: int, **options: Any) -> int:
         steps(ckpt, one, 2)
         training = ckpt._training
         assert training is not None and ckpt.stats.in_flight == 3
-        memory = training.saving.memory
-        if memory is not None:
-            pool = memory.tier._pool
-            assert pool is not None
-            with pool._changed:
-                assert pool._changed.wait_for(lambda: not any(slot.filling for slot in pool.slots), 60)
+        if training.saving.memory is not None:
+            await_sealed(ckpt)
         os.kill(os.getpid(), signal.SIGKILL)
 
     return fork(body)
+
+
+def await_sealed(ckpt: tenuto.Checkpointer) -> None:
+    """Returns once all that was taken is sealed in memory."""
+    training = ckpt._training
+    assert training is not None and training.saving.memory is not None
+    pool = training.saving.memory.tier._pool
+    assert pool is not None
+    pool.await_sealed(60)
 
 
 def steps_of(where: Path) -> list[int]:
@@ -193,6 +198,7 @@ def test_states_between_saves_are_kept_while_two_saves_are_in_flight(where: Path
                 store.await_pack(2)
         assert ckpt.stats.in_flight == 2
         assert (ckpt.stats.skipped_in_memory, ckpt.stats.delayed) == (0, 0)
+        await_sealed(ckpt)
         sealed = sorted(found.footer.id.step for found in images() if found.footer is not None)
         assert sealed[:2] == [2, 4], "what is being written stays whole in memory"
         store.let_go()

@@ -66,10 +66,10 @@ def test_what_a_killed_supervisor_has_left_in_memory_the_next_one_removes(tmp_pa
     killed = started(tmp_path, script, arguments=("1000",))
     assert running.stdout is not None and killed.stdout is not None
     stays, left = Path(running.stdout.readline().strip()), Path(killed.stdout.readline().strip())
+    assert left.is_dir() and stays.is_dir() and left != stays
     killed.kill()
     killed.wait(60)
-    try:
-        assert left.is_dir() and stays.is_dir() and left != stays
+    try:  # from here on any supervisor on this machine may be the next one
         (nameless := left.with_name(f"{left.name}-nameless")).mkdir()
         (strange := left.with_name(f"{left.name}-strange")).mkdir()
         (strange / "owner").write_text("{}")
@@ -167,11 +167,12 @@ import os, numpy as np, tenuto, pathlib, time
 state = {"w": np.zeros(100)}
 with tenuto.Checkpointer("ckpts", state) as ckpt:
     for step in ckpt.steps(10**6):
-        pathlib.Path("pid").write_text(str(os.getpid()))
+        pathlib.Path("pid.new").write_text(str(os.getpid()))
+        os.replace("pid.new", "pid")  # whoever reads it finds a whole one
         time.sleep(0.01)
 """
     process = started(tmp_path, script)
-    await_that(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
+    await_that((tmp_path / "pid").exists)
     pid = int((tmp_path / "pid").read_text())
     process.kill()
     process.communicate(timeout=60)
@@ -207,14 +208,15 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_rehearsal_kills_and_stops_and_comes_to_the_same_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("""
-import numpy as np, tenuto, time
+import os, numpy as np, tenuto, time
 from tenuto import every
 state = {"w": np.zeros(100)}
 with tenuto.Checkpointer("ckpts", state, save=every(steps=20), memory=every(steps=1)) as ckpt:
-    for step in ckpt.steps(400):
+    # Both faults find it in training, however late they come; then it has enough to do for a step of its own.
+    for step in ckpt.steps(ckpt.step + 50 if os.environ["TENUTO_RESTART"] == "2" else 10**6):
         state["w"] += step
         time.sleep(0.01)
-print(state["w"][0])
+print("the same end:", ckpt.step > 50, state["w"][0] == sum(range(ckpt.step)))
 """)
     options = ["--at", "1s:kill,4s:stop", "--hang", "4s", "--journal", "journal.jsonl", "--json"]
     done = subprocess.run(
@@ -222,26 +224,30 @@ print(state["w"][0])
         env={**os.environ, "PYTHONPATH": SRC}, capture_output=True, text=True, check=True, timeout=100,
     )  # fmt: skip
     found = json.loads(done.stdout)
-    assert f"{float(sum(range(400)))}\n" in done.stderr
+    assert "the same end: True True\n" in done.stderr
     assert [one["kind"] for one in found["injected"]] == ["kill", "stop"]
     assert [one["kind"] for one in found["starts"]] == ["killed", "hung", "finished"], done.stderr
     assert 0 < found["lost_s"] < found["elapsed_s"]
 
 
 def test_a_rank_that_its_launcher_has_replaced_is_not_waited_for(tmp_path: Path) -> None:
+    """Its last beat is an hour old, and would be waited for no longer."""
     script = """
-import os, pathlib, time
+import os, time
 from tenuto.telemetry.heartbeat import Heartbeat
+beats = Heartbeat.from_environment(0)
 if (pid := os.fork()) == 0:
-    Heartbeat.from_environment(1).beat(1)
     os._exit(0)
 os.waitpid(pid, 0)
-beats = Heartbeat.from_environment(0)
+now_ns, own = time.monotonic_ns, os.getpid
+time.monotonic_ns, os.getpid = lambda: now_ns() - 3600 * 10**9, lambda: pid
+Heartbeat.from_environment(1).beat(1)
+time.monotonic_ns, os.getpid = now_ns, own
 for step in range(1, 60):
     beats.beat(step)
     time.sleep(0.1)
 """
-    done = finished(tmp_path, script, "--hang", "2s", "--json")
+    done = finished(tmp_path, script, "--hang", "60s", "--json")
     assert json.loads(done.stdout)["restarts"] == 0, done.stderr
 
 

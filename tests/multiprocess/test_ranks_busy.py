@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tenuto
-from campaigns.rank_kills.processes import Ended, Job, Plan
+from campaigns.rank_kills.processes import Ended, Job, Plan, raising_noted
 from campaigns.rank_kills.training import Numbers
 from support.tiny_training import AtStepsOfItsOwn
 from tenuto.engine.save.save_writer import SaveWriter
@@ -118,18 +118,20 @@ def test_who_waits_for_a_decision_that_never_comes_raises_by_name(tmp_path: Path
         with tenuto.Checkpointer(
             plan.where,
             numbers.state(),
-            save=AtStepsOfItsOwn(3 if rank else 2500),
+            save=AtStepsOfItsOwn(3 if rank else plan.steps),
             on_busy="skip",
             on_error="raise",
             ranks=plan.ranks(rank),
             ranks_timeout=plan.timeout_s,
         ) as ckpt:
-            for number in ckpt.steps(100 if rank else 2500):
-                numbers.step(number + 1)
-                time.sleep(0.002)
+            with raising_noted(plan.raised(rank)):
+                for number in ckpt.steps(plan.steps):
+                    numbers.step(number + 1)
+                    while rank == 0 and number + 2 == plan.steps and not plan.raised(1).exists():
+                        time.sleep(0.01)  # it trains on, and saves nothing, for as long as the other waits
         return {}
 
-    plan = Plan(tmp_path, 2, 100, timeout_s=3.0)
+    plan = Plan(tmp_path, 2, 10, timeout_s=5.0)
     with Job(plan, work) as job:
         assert job.wait(PATIENCE_S)
         first, second = job.ended[0], job.ended[1]

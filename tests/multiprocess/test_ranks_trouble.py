@@ -164,7 +164,7 @@ def test_ranks_whose_policies_decide_differently_are_told_the_steps(tmp_path: Pa
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
         return trained(plan, rank, save=AtStepsOfItsOwn(4 if rank == 1 else 3))
 
-    for one in ended(Plan(tmp_path, 2, 12, timeout_s=10.0), work):
+    for one in ended(Plan(tmp_path, 2, 12, timeout_s=30.0), work):
         assert one.status == 1 and one.told["committed"] == [], one
         assert any("do not agree about the step" in said for said in one.told["failed"].values()), one
 
@@ -189,7 +189,7 @@ def test_ranks_that_mean_different_things_never_begin(tmp_path: Path, more: dict
         given = {name: str(tmp_path / value) if name == "where" else value for name, value in more.items()}
         return trained(plan, rank, **(given if rank == 1 else {}))
 
-    for one in ended(Plan(tmp_path, 2, 3, timeout_s=10.0), work):
+    for one in ended(Plan(tmp_path, 2, 3, timeout_s=30.0), work):
         said = re.sub(r"pid \d+", "pid N", str(one.told["message"])).replace(socket.gethostname(), "H")
         assert (one.status, one.told["error"]) == (1, "RanksDisagree") and words in said, one
 
@@ -213,7 +213,7 @@ def refused_by_place(plan: Plan, other: Path) -> None:
 
 def test_a_copy_of_the_repository_is_found_out_before_anything_is_saved(tmp_path: Path) -> None:
     """A checkpoint that was staged on each node, under one path: it restores, and its repository's id is the same."""
-    plan = Plan(tmp_path, 3, 3, timeout_s=8.0)
+    plan = Plan(tmp_path, 3, 3, timeout_s=30.0)
     assert {one.status for one in ended(plan, trained)} == {0}
     copy = Path(shutil.copytree(plan.where, tmp_path / "copy"))
     before, copied = lies_in(plan.where), lies_in(copy)
@@ -226,7 +226,7 @@ def test_a_copy_of_the_repository_is_found_out_before_anything_is_saved(tmp_path
 
 
 def test_another_repository_of_that_name_is_found_out_when_ranks_meet(tmp_path: Path) -> None:
-    plan, other = Plan(tmp_path, 2, 3, timeout_s=8.0), tmp_path / "elsewhere"
+    plan, other = Plan(tmp_path, 2, 3, timeout_s=30.0), tmp_path / "elsewhere"
     for place in (plan.where, other):
         tenuto.save({"w": np.ones(3)}, place)
         Repo.create_or_open(open_store(place))  # as training does, which keeps twice what the repository is
@@ -256,7 +256,7 @@ def test_states_that_do_not_fit_together_are_one_error_on_every_rank(tmp_path: P
     def work(plan: Plan, rank: int) -> Mapping[str, Any]:
         return trained(plan, rank, numbers=rows(rank, plan.world, **(odd if rank == 1 else {})))
 
-    plan = Plan(tmp_path, 3, 3, timeout_s=10.0)
+    plan = Plan(tmp_path, 3, 3, timeout_s=30.0)
     found = ended(plan, work)
     assert {(one.status, one.told["error"]) for one in found} == {(1, "ShardMismatch")}, found
     assert len({one.told["message"] for one in found}) == 1 and words in found[0].told["message"]
@@ -300,7 +300,7 @@ def test_a_signal_to_one_rank_ends_all_at_one_saved_step(tmp_path: Path, rank: i
 
         return trained(plan, here, step, save=on.signal())
 
-    plan = Plan(tmp_path, 3, 10**6, timeout_s=8.0)
+    plan = Plan(tmp_path, 3, 10**6, timeout_s=30.0)
     assert [one.status for one in ended(plan, work)] == [128 + signal.SIGTERM] * 3
     assert len(committed(plan)) == 1
 
@@ -315,7 +315,7 @@ def test_a_signal_behind_the_last_step_ends_the_process_with_its_status(tmp_path
             os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
-    plan = Plan(tmp_path, 2, 3, timeout_s=8.0)
+    plan = Plan(tmp_path, 2, 3, timeout_s=30.0)
     assert [one.status for one in ended(plan, work)] == [128 + signal.SIGTERM] * 2
     assert committed(plan) == [3]
 

@@ -37,7 +37,8 @@ def test_i8_a_save_ends_even_when_its_failure_cannot_be_handled(saver: Saver, mo
     def out_of_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+    raised = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda told: raised.set())
     monkeypatch.setattr(engine_writing, "put_index", out_of_memory)
     monkeypatch.setattr(engine_writing, "abort", out_of_memory)
     handle = saver.save(flatten({"w": np.zeros(4)}), 1, wait=True, about=ManifestDetails())
@@ -45,6 +46,7 @@ def test_i8_a_save_ends_even_when_its_failure_cannot_be_handled(saver: Saver, mo
     with pytest.raises(SaveFailed, match="was cut off while"):
         handle.wait(0)
     saver.attempt.release()
+    assert raised.wait(60)  # the save has ended before: the error must not come up in another test
 
 
 def test_a_commit_whose_answer_was_lost_is_found_to_have_arrived(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:

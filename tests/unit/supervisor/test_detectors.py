@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from support.traces import judged, merged, named, trace
-from tenuto.supervisor.detectors import disk, memory, network
+from tenuto.supervisor.detectors import clock, disk, memory, network
 from tenuto.supervisor.detectors.clock import Clock
 from tenuto.supervisor.detectors.contract import END, STEPS, Sample
 from tenuto.supervisor.detectors.disk import Disk, directory_of
@@ -242,7 +242,17 @@ def test_a_clock_that_was_set_and_a_machine_that_stood_still_are_found() -> None
     assert [one.evidence for _, one in judged(Clock(), slept)] == ["the machine was suspended for 1 min 30 s"]
     slewed = trace("clock", lambda at: {"wall_s": at * 0.0005}, period_s=5, lasts_s=36_000)
     assert not judged(Clock(), slewed)
-    assert Clock().sample()["wall_s"] == pytest.approx(time.time() - time.monotonic(), abs=0.1)
+
+
+def test_a_process_that_is_held_up_between_two_clocks_takes_none_for_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [300.0, 303.0, 303.0, 303.0]  # held up for 3 s after the first reading
+    times = SimpleNamespace(
+        time=lambda: 903.0,
+        monotonic=lambda: now.pop(0),
+        clock_gettime=lambda kind: 353.0,
+    )
+    monkeypatch.setattr(clock, "time", times)
+    assert Clock().sample()["wall_s"] == 600.0 and not now
 
 
 # -- steps

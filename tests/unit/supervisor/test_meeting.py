@@ -115,8 +115,12 @@ def said(told: IO[str]) -> tuple[str, dict[str, Any]]:
 def test_one_that_is_to_leave_while_the_first_node_decides_takes_the_others_along(
     two: list[tuple[MeetingProcess, IO[str]]],
 ) -> None:
-    for node, (process, _) in enumerate(two):
-        threading.Thread(target=process._met, args=({"host": node}, 60.0), daemon=True).start()
+    meetings = [
+        threading.Thread(target=process._met, args=({"host": node}, 60.0), daemon=True)
+        for node, (process, _) in enumerate(two)
+    ]
+    for meeting_of_one in meetings:
+        meeting_of_one.start()
     (first, told), (second, _) = two
     assert said(told)[1]["brought"] == [{"host": 0}, {"host": 1}]
     second._announce({"kind": LEFT, "evidence": "SIGTERM"})
@@ -124,6 +128,9 @@ def test_one_that_is_to_leave_while_the_first_node_decides_takes_the_others_alon
     first._verdicts.put({"restart": True})
     assert said(told)[1]["verdict"] == {"restart": True}
     assert said(told) == ("outcome", {"what": "leave", "nodes": [1], "evidence": f"{LEFT} (SIGTERM)"})
+    for meeting_of_one in meetings:  # each writes to a pipe, whose number is somebody else's once it is closed
+        meeting_of_one.join(60)
+        assert not meeting_of_one.is_alive()
 
 
 def test_what_nobody_expects_is_said_too(

@@ -5,6 +5,7 @@ A call inside a training step costs about a microsecond where it finds nothing i
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -31,11 +32,13 @@ def calls(work: Callable[[], object]) -> Counter[str]:
             found[frame.f_code.co_qualname] += 1
 
     before = sys.getprofile()
+    gc.disable()  # a collection calls what frees the images, files and hooks that other tests have left
     sys.setprofile(count)
     try:
         work()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -55,15 +57,19 @@ def test_a_training_saves_by_the_failures_of_its_run_and_what_its_saves_cost(
         attempt_of(tmp_path, beats=1, killed=True)
     repo = Repo.open(open_store(tmp_path))
     state = {"w": np.ones(10)}
-    policy = every(auto="50%")
+    policy, began_s = every(auto="50%"), time.monotonic()
     with tenuto.Checkpointer(tmp_path, state, save=policy, keep=tenuto.keep.all(), log="silent") as ckpt:
         for _ in ckpt.steps(400_000):
             if len(repo.committed("main", 3)) >= 2:
                 ckpt.stop()
+    trained_s = time.monotonic() - began_s
     repository = tenuto.Repository(tmp_path)
     reasons = [str(repository.manifest(id).environment["why"]) for id in sorted(repository.checkpoints())]
     assert reasons[0] == "the first save shows what a save costs (every auto)"
-    assert "(2 failures so far)" in reasons[1] and "a failure every 2." in reasons[1], reasons
+    told = re.search(r"a failure every ([0-9.]+) s \(2 failures so far\)", reasons[1])
+    assert told is not None, reasons
+    before_s = interval.PRIOR_S + 2 * BEAT_S
+    assert before_s / 3 - 0.05 <= float(told[1]) <= (before_s + trained_s) / 3 + 0.05, "this training's own time counts"
 
 
 def test_auto_is_the_optimum_with_the_end_and_signals(tmp_path: Path) -> None:

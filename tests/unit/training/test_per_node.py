@@ -16,6 +16,7 @@ import tenuto
 from support.broken_places import damage
 from support.rank_threads import together
 from support.said import said
+from tenuto.engine.group import rounds
 from tenuto.errors import CorruptionError, NothingRestorable, RanksDisagree, RepositoryError
 from tenuto.maintenance import gc, remove, replicate
 from tenuto.maintenance.verify import assert_whole, execute, plan_verify
@@ -286,7 +287,8 @@ def test_ranks_that_declare_it_differently_are_refused(cluster: Cluster) -> None
     assert all(isinstance(one, RanksDisagree) for one in together(2, work))
 
 
-def test_a_home_that_is_not_shared_is_still_found_out(cluster: Cluster) -> None:
+def test_a_home_that_is_not_shared_is_still_found_out(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "VISIBLE_S", 0.2)
     cluster.nodes = {0: "n0", 1: "n1"}
     cluster.train(2, 1)
     shutil.copytree(cluster.home, cluster.root / "copy")
@@ -295,7 +297,7 @@ def test_a_home_that_is_not_shared_is_still_found_out(cluster: Cluster) -> None:
         home = cluster.home if ranks.rank == 0 else cluster.root / "copy"
         node = f"n{ranks.rank}"
         place = tenuto.PerNode(cluster.root / node, home=home, node=node)
-        with tenuto.Checkpointer(place, part(ranks), ranks=ranks, ranks_timeout=4.0) as ckpt:
+        with tenuto.Checkpointer(place, part(ranks), ranks=ranks, ranks_timeout=60.0) as ckpt:
             for _ in ckpt.steps(2):
                 pass
 

@@ -20,6 +20,7 @@ from tenuto.model.ids import CheckpointId, step_key
 from tenuto.repo.format.manifest import MAX_ABORTED
 from tenuto.repo.format.small_records import decode_lease, encode_lease
 from tenuto.repo.lineage import latest
+from tenuto.repo.ownership.lease import Lease
 from tenuto.repo.repository import Repo
 from tenuto.store.wrappers.retry import Patience, RetryingStore
 from tenuto.testing.object_store import Bucket, SimulatedObjectStore
@@ -30,6 +31,12 @@ ATTEMPT = "runs/main/a0001"
 @pytest.fixture
 def bucket() -> Bucket:
     return Bucket()
+
+
+@pytest.fixture(autouse=True)
+def _no_lease_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease has its first beat and its last alone: those between them come by the clock, and would be counted."""
+    monkeypatch.setattr(Lease, "_run", lambda lease, stop: None)
 
 
 def place(bucket: Bucket) -> RetryingStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,14 @@ def test_a_share_of_the_first_ranks_time_says_when_all_save(tmp_path: Path) -> N
 
 
 def test_where_the_first_rank_finds_nan_all_stop_at_one_step_and_save_it(tmp_path: Path) -> None:
-    barrier = threading.Barrier(2, timeout=PATIENCE_S)
+    until_s, over = time.monotonic() + PATIENCE_S, list[bool]()
+
+    def look() -> None:
+        """Ends what nobody stops: in time, since how many steps pass until all agree is the machine's affair."""
+        if time.monotonic() > until_s:
+            over.append(True)
+
+    barrier = threading.Barrier(2, look, timeout=PATIENCE_S)
 
     def work(ranks: Any) -> int:
         with tenuto.Checkpointer(
@@ -209,13 +217,14 @@ def test_where_the_first_rank_finds_nan_all_stop_at_one_step_and_save_it(tmp_pat
             ranks_timeout=PATIENCE_S,
             log="silent",
         ) as ckpt:
-            for step in ckpt.steps(50_000):
+            for step in ckpt.steps():
                 barrier.wait()
+                assert not over, "nobody stops"
                 ckpt.log(loss=np.nan if step >= 5 and ranks.rank == 0 else 1.0)
         return ckpt.step
 
     one, other = raised(together(2, work))
-    assert one == other and 5 < one < 50_000
+    assert one == other and one > 5
     assert tenuto.Repository(tmp_path).latest_step() == one
 
 

@@ -211,6 +211,7 @@ def test_i8_waiting_without_a_timeout_ends_where_the_store_hangs(
     ckpt.step_done()
     ckpt.save(wait=True)
     assert tidies.wait(60)
+    assert ckpt._training.saving.saver.join(60)  # else it may be the thread of the save that has not ended in time
     monkeypatch.setattr("tenuto.engine.save.handle.STANDSTILL_S", 0.05)
     with pytest.raises(DeadlineExceeded, match=r"retention of run 'main' has not ended within 0.05 s"):
         ckpt.wait()

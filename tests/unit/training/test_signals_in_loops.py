@@ -31,6 +31,8 @@ from tenuto.telemetry import JsonLines
 from tenuto.training import exit_status, training_session
 from tenuto.training.preemption import Preempted, SignalWatch
 
+PATIENCE_S = 60.0
+
 
 @pytest.fixture(autouse=True)
 def _leaving_does_not_end_the_test_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,8 +393,8 @@ class AskingNotes(dict[Any, Any]):
 def test_a_signal_while_a_late_metric_is_noted_waits_for_nothing_that_cannot_come(
     place: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle, "STANDSTILL_S", 5.0)
-    monkeypatch.setattr(training_session, "CLOSE_DEADLINE_S", 5.0)
+    monkeypatch.setattr(handle, "STANDSTILL_S", PATIENCE_S)
+    monkeypatch.setattr(training_session, "CLOSE_DEADLINE_S", PATIENCE_S)
     one = state()
     with pytest.raises(Preempted), tenuto.Checkpointer(gate, one, save=on.end() | on.signal()) as ckpt:
         gate.open_gate.clear()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from support.broken_places import damage
 from support.rank_threads import together
 from support.said import lines_said, said
 from tenuto import Tier, Tiers, every, keep
+from tenuto.concurrency.deadlines import begun_within
 from tenuto.crashpoints import armed
 from tenuto.errors import RepositoryError, StoreError
 from tenuto.maintenance import tier_copies
@@ -62,6 +63,7 @@ class Gated(DelegatingStore):
             raise self.error
         waited = not self.answers.is_set() and prefix.endswith(self.gate)
         if waited:
+            self.asked.set()
             self.answers.wait(60)
         found = super().children(prefix, after=after)
         if waited:
@@ -168,9 +170,16 @@ def test_a_tier_that_answers_too_late_changes_nothing_in_the_primary(
     train(Tiers(Tier(fast), Tier(slow)), 3)
     shutil.rmtree(fast)
     shutil.move(fast.with_name("backup"), fast)  # the primary was set back, and the other tier knows more
-    monkeypatch.setattr(tier_worker, "ANSWER_S", 0.2)
     gated, state = Gated(slow), {"w": np.zeros(SIZE)}
     gated.answers.clear()
+
+    def impatient(seconds: float, what: str, work: Callable[[], Any], *, subject: str) -> Any:
+        """Its patience begins once the tier hangs: else it may have ended before anything was asked of it."""
+        outcome = begun_within(0.2, what, work, subject=subject)
+        assert gated.asked.wait(60)
+        return outcome()
+
+    monkeypatch.setattr(tier_worker, "within", impatient)
     with tenuto.Checkpointer(Tiers(Tier(fast), Tier(gated)), state, save=every(steps=1)) as ckpt:
         steps = ckpt.steps(4)
         next(steps)

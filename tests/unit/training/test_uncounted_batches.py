@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ __all__ = ["place"]
 BATCHES = [1.0, 2.0, 3.0, 4.0]
 
 
+def ours(told: Iterable[warnings.WarningMessage]) -> int:
+    """How many of them are Tenuto's: a collection of garbage may warn of what other tests have left open."""
+    return sum(issubclass(one.category, TenutoWarning) for one in told)
+
+
 def certificates(place: Path) -> list[bool]:
     repository = tenuto.Repository(place)
     found = sorted(repository.checkpoints("main"), key=lambda one: one.step)
@@ -33,7 +39,7 @@ def test_steps_that_take_their_batches_elsewhere_are_told_until_one_comes_from_t
         with tenuto.Checkpointer(place, one, data=BATCHES, save=every(steps=1), keep=tenuto.keep.latest(9)) as ckpt:
             for step in ckpt.steps(4):
                 train(one, BATCHES[step] if step < 2 else next(ckpt.batches))
-    assert len(told) == 1
+    assert ours(told) == 1
     assert certificates(place) == [False, False, True, True]
 
 
@@ -46,7 +52,7 @@ def test_an_epoch_whose_body_takes_its_batches_elsewhere_ends_where_the_next_beg
                 for batch in BATCHES:
                     train(one, batch)
             assert ckpt.step == 2
-    assert len(told) == 1
+    assert ours(told) == 1
     assert certificates(place) == [True, True]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -308,10 +308,16 @@ def test_a_comparison_that_fails_lets_the_update_pass(scene: Scene, monkeypatch:
 
 def test_a_copy_that_hangs_is_given_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fences, "DEADLINE_S", 0.02)
-    go = threading.Event()
-    scene.device.before_copy = lambda number: go.wait(60)
+    reached, go = threading.Event(), threading.Event()
+
+    def hang(number: int) -> None:
+        reached.set()
+        go.wait(60)
+
+    scene.device.before_copy = hang
     fence = scene.fence()
     fence.begin()
+    assert reached.wait(60)  # a thread that begins when it is given up already copies nothing, and does not hang
     fence.before_update()
     assert ("ended", TimeoutError) in scene.observer.told
     assert not fence.at_rest(0.01), "its memory is not to be used before it has ended"
