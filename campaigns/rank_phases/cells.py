@@ -14,10 +14,11 @@ from unittest import mock
 
 import numpy as np
 
+from campaigns.ports import free_port
 from campaigns.rank_kills.processes import Death, Job, Plan
 from campaigns.rank_kills.training import untouched
 from campaigns.rank_phases.deadlines import SHORT_TIMEOUT_S, TIMEOUT_S, Promise, Times
-from campaigns.rank_phases.places import DirectoryDeath, MetAt, Server, StoreDeath, free_port, restored
+from campaigns.rank_phases.places import DirectoryDeath, MetAt, Server, StoreDeath, restored
 from tenuto.api.save_load import load
 from tenuto.engine.save.rank_group import RESTORE_TIMES
 from tenuto.engine.staging import slots

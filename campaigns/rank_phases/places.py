@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,12 +109,6 @@ def served_by_first(rank: int, port: int) -> KVStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TorchKVStore.of(TCPStore(HOST, port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False))
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return int(free.getsockname()[1])
 
 
 STONE: Final = "hangs"

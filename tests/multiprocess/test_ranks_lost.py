@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import tenuto
+from campaigns.ports import free_port
 from campaigns.rank_kills.processes import Death, Ended, Job, Plan, raising_noted
 from campaigns.rank_kills.training import Numbers
 from campaigns.rank_phases.places import MetAt, Server, StoreDeath
@@ -267,12 +268,7 @@ def test_whoever_serves_the_store_leaves_after_the_others_have_read_why(
     tmp_path: Path, work: Callable[[Path, int, int], Mapping[str, Any]], error: type[Exception]
 ) -> None:
     """Else they would only see that the store is lost."""
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
+    port = free_port()
     with Job(Plan(tmp_path, 2, 3), lambda plan, rank: work(plan.place, rank, port)) as job:
         assert job.wait(60), job.ended
         told = job.ended[1].told

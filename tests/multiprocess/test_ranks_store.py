@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import psutil
 import pytest
 
 import tenuto
+from campaigns.ports import free_port
 from support.loaded_interpreter import Program
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
@@ -76,10 +76,12 @@ def said(place: Path, rank: int) -> dict[str, Any]:
 
 
 def test_the_first_rank_dies_and_the_store_with_it(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "3",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     environments = [{**os.environ, **shared, "RANK": str(rank)} for rank in range(3)]
     ranks = [Program([str(PROGRAM), str(tmp_path)], torch=True, env=one) for one in environments]
     try:

@@ -9,9 +9,10 @@ import os
 import uuid
 from pathlib import Path
 
+from campaigns.ports import free_port
 from stores.install import run
 from stores.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from stores.server_process import ServerProcess, answers, free_port, installed
+from stores.server_process import ServerProcess, answers, installed
 
 _CONF = """
 [global]

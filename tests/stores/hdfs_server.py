@@ -16,8 +16,9 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlencode, urlsplit
 from xml.sax.saxutils import escape
 
+from campaigns.ports import free_port
 from stores.install import run
-from stores.server_process import ServerProcess, free_port, installed
+from stores.server_process import ServerProcess, installed
 
 _OPTIONS = [
     "-Xmx384m",

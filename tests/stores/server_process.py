@@ -46,11 +46,6 @@ def installed(name: str) -> Path:
     return SERVERS / name
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def answers(port: int) -> Callable[[], bool]:
     """Whether somebody accepts connections on a port of loopback."""
 

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from campaigns.ports import free_port
 from stores.install import node
 from stores.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from stores.server_process import ServerProcess, answers, free_port, installed
+from stores.server_process import ServerProcess, answers, installed
 from support.moto import SERVE
 
 

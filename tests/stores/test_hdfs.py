@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import tenuto
+from campaigns.ports import free_port
 from stores import training
 from stores.cases import OnServer, Suite
 from stores.hdfs_server import HdfsServer
-from stores.server_process import free_port
 from tenuto.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
 from tenuto.maintenance.verify import assert_whole
 from tenuto.store import hdfs

@@ -15,7 +15,8 @@ _RUN = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from stores.server_process import ServerProcess, answers, free_port
+from campaigns.ports import free_port
+from stores.server_process import ServerProcess, answers
 port = free_port()
 server = ServerProcess([sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"],
                        Path(sys.argv[2]) / "log", answers(port))

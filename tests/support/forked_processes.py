@@ -10,7 +10,6 @@ import atexit
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 import traceback
@@ -18,6 +17,8 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+from campaigns.ports import free_port
 
 LOADED = [
     "torch._dynamo",  # the first module that FSDP cuts imports it, which takes over a second
@@ -46,10 +47,12 @@ def context() -> ForkServerContext:
 def job(program: Path, ranks: int, *words: str, log: Path, timeout: float) -> list[int]:
     """Runs a program as `ranks` ranks of a job of torch.distributed, each with the variables that torchrun sets; rank 0
     serves the store. Where one fails the others are killed. The exit status of each; a signal's number is negative."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    about = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    about = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
     about |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     started = []
     for rank in range(ranks):

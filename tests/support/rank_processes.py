@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from campaigns.ports import free_port
 from support import forked_processes as forked
 
 DEADLINE_S = 1.5
@@ -123,7 +123,7 @@ class Job:
 
     @classmethod
     def start(cls, backend: str, world_size: int, directory: Path) -> Job:
-        job = cls(backend, world_size, _free_port() if backend == "tcp" else str(directory / "ranks"))
+        job = cls(backend, world_size, str(free_port()) if backend == "tcp" else str(directory / "ranks"))
         return job.restarted()
 
     def restarted(self) -> Job:
@@ -159,9 +159,3 @@ class Job:
         for process in self.processes:
             if process.process.is_alive():
                 process.signal(signal.SIGKILL)
-
-
-def _free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])

