@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import _pytest.logging
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from support import left_images
+from support.memory_training import shared_memory
 from tenuto.state import frameworks
 from tenuto.training import snapshot
 
@@ -96,6 +98,13 @@ def caches_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """Shared memory of a test's own, for its images."""
+    with shared_memory() as found:
+        yield found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import tenuto
 from support.held_store import Held, held
-from support.memory_training import Kill, fork, shared_memory
+from support.memory_training import Kill, fork
 from tenuto import every, keep
 from tenuto.crashpoints import armed
 from tenuto.engine.memory_tier.listing import images
@@ -31,12 +31,6 @@ def where(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "ckpts"
     yield place
     assert_whole(Repo.open(open_store(place)))
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with shared_memory() as found:
-        yield found
 
 
 def state() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 import tenuto
 from support import loaded_interpreter
-from support.memory_training import Kill, Life, fork_off, live, shared_memory, untouched
+from support.memory_training import Kill, Life, fork_off, live, right, untouched
 from tenuto import every, on
 from tenuto.crashpoints import armed
 from tenuto.engine.memory_tier.listing import images
@@ -24,24 +24,10 @@ EXPECTED = untouched()
 
 
 @pytest.fixture
-def root():
-    with shared_memory() as found:
-        yield found
-
-
-@pytest.fixture
 def where(tmp_path: Path, root: Path):
     yield tmp_path / "ckpts"
     if (tmp_path / "ckpts").exists():
         assert_whole(Repo.open(open_store(tmp_path / "ckpts")))
-
-
-def right(*lives: Life) -> None:
-    """Every step of every life, and what each began from, is bit for bit what an untouched training has there."""
-    for life in lives:
-        assert life.digests, "it told of no step"
-        for step, digest in life.digests.items():
-            assert digest == EXPECTED[step], f"step {step} differs"
 
 
 def files(root: Path) -> list[Path]:

@@ -14,7 +14,7 @@ import pytest
 
 import tenuto
 from support import memory_training
-from support.memory_training import Life, digest_of, live, sealed, shared_memory, state_of, untouched
+from support.memory_training import Life, digest_of, live, right, sealed, shared_memory, state_of, untouched
 from tenuto import every, on
 from tenuto.engine.memory_tier.image_store import check_image, open_image
 from tenuto.engine.memory_tier.listing import FoundImage, images
@@ -32,22 +32,10 @@ EXPECTED = untouched()
 
 
 @pytest.fixture
-def root():
-    with shared_memory() as found:
-        yield found
-
-
-@pytest.fixture
 def where(tmp_path: Path, root: Path):
     yield tmp_path / "ckpts"
     if (tmp_path / "ckpts").exists():
         assert_whole(Repo.open(open_store(tmp_path / "ckpts")))
-
-
-def right(*lives: Life) -> None:
-    for life in lives:
-        assert life.digests, "it told of no step"
-        assert {step: digest for step, digest in life.digests.items() if digest != EXPECTED[step]} == {}
 
 
 def unkept(life: Life) -> list[int]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tenuto
-from support.memory_training import Life, fork, live, sealed, shared_memory, untouched
+from support.memory_training import Life, fork, live, right, sealed, untouched
 from support.scarce_memory import empty, fill, memory_group, on_a_small_file_system, take_until_killed
 from tenuto import every, on
 from tenuto.engine.memory_tier.listing import images
@@ -33,12 +33,6 @@ EXPECTED = untouched()
 
 
 @pytest.fixture
-def root():
-    with shared_memory() as found:
-        yield found
-
-
-@pytest.fixture
 def where(tmp_path: Path):
     yield tmp_path / "ckpts"
     if (tmp_path / "ckpts").exists():
@@ -49,12 +43,6 @@ def where(tmp_path: Path):
 def place(tmp_path: Path) -> Path:
     (tmp_path / "shm").mkdir()
     return tmp_path / "shm"
-
-
-def right(*lives: Life) -> None:
-    for life in lives:
-        assert life.digests, "it told of no step"
-        assert {step: digest for step, digest in life.digests.items() if digest != EXPECTED[step]} == {}
 
 
 def off(life: Life) -> list[str]:

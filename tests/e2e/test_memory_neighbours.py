@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tenuto
-from support.memory_training import Life, Log, fork, fork_off, live, sealed, shared_memory, train, untouched
+from support.memory_training import Life, Log, fork, fork_off, live, right, sealed, shared_memory, train, untouched
 from support.scarce_memory import A_THIRD_USER, ANOTHER_USER, Beside, Gate, as_user, become, open_place
 from tenuto import every
 from tenuto.cli import main
@@ -31,22 +31,10 @@ EXPECTED = untouched()
 
 
 @pytest.fixture
-def root():
-    with shared_memory() as found:
-        yield found
-
-
-@pytest.fixture
 def where(tmp_path: Path, root: Path):
     yield tmp_path / "ckpts"
     if (tmp_path / "ckpts").exists():
         assert_whole(Repo.open(open_store(tmp_path / "ckpts")))
-
-
-def right(*lives: Life) -> None:
-    for life in lives:
-        assert life.digests, "it told of no step"
-        assert {step: digest for step, digest in life.digests.items() if digest != EXPECTED[step]} == {}
 
 
 def off(life: Life) -> list[str]:

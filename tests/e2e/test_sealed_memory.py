@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import tenuto
 from support import memory_ranks
 from support.memory_ranks import Ends
-from support.memory_training import Life, live, shared_memory, untouched
+from support.memory_training import Life, live, untouched
 from tenuto import every, on
 from tenuto.cli import main
 from tenuto.codec.digest import digest
@@ -36,12 +36,6 @@ EXPECTED = untouched()
 CHUNK = 256 << 10
 RESEALS = "claimed, memory image not yet resealed"
 SAVES: dict[str, Any] = {"save": every(steps=10) | on.end()}
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with shared_memory() as found:
-        yield found
 
 
 @pytest.fixture

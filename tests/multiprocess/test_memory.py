@@ -47,12 +47,6 @@ SETTLED = {rank: Ends(step=7, settled=True) for rank in (0, 1)}
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
-    with shared_memory() as found:
-        yield found
-
-
-@pytest.fixture
 def where(tmp_path: Path, root: Path) -> Iterator[Path]:
     yield tmp_path / "ckpts"
     if (tmp_path / "ckpts").exists():

@@ -8,18 +8,12 @@ import pytest
 
 from support.memory_ranks import Ends
 from support.memory_ranks import live as live_ranks
-from support.memory_training import live, shared_memory
+from support.memory_training import live
 from tenuto.maintenance.verify import assert_whole
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
-
-
-@pytest.fixture
-def root():
-    with shared_memory() as found:
-        yield found
 
 
 @pytest.fixture

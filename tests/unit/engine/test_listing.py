@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from support.memory_training import live, shared_memory
+from support.memory_training import live
 from tenuto.engine.memory_tier import slot_file
 from tenuto.engine.memory_tier.listing import dead_images, kept_by_others
 from tenuto.engine.staging import arena, slots
@@ -12,12 +12,6 @@ from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
-
-
-@pytest.fixture
-def root():
-    with shared_memory() as found:
-        yield found
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tenuto
-from support.memory_training import live, shared_memory
+from support.memory_training import live
 from support.said import said
 from tenuto import every
 from tenuto.engine.memory_tier.listing import images
@@ -37,12 +37,6 @@ class Told:
 
     def off(self):
         return [event.message for event in self.of("Warned") if "not kept in memory" in event.message]
-
-
-@pytest.fixture
-def root():
-    with shared_memory() as found:
-        yield found
 
 
 def files(root):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tenuto.model import canonical_json
 from tenuto.state.encode.flattener import flatten
@@ -47,8 +46,3 @@ class Carrier:
 
     def round_trip(self, state: Any, into: Any = None, **how: Any) -> Any:
         return self.load(self.save(state), into, **how)
-
-
-@pytest.fixture
-def carrier() -> Carrier:
-    return Carrier()
