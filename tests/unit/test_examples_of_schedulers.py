@@ -48,7 +48,7 @@ def test_the_batch_script_parses_and_leaves_time_to_save() -> None:
 
 def test_the_batch_script_starts_a_supervisor_with_its_journal_and_passes_a_signal_on(tmp_path: Path) -> None:
     tools = {
-        "scontrol": "echo first; echo second",
+        "scontrol": "echo first; seq 100000",  # more than a pipe holds: it is to be read to its end
         "srun": 'shift; exec "$@"',
         "tenuto": 'trap "echo asked >> called; exit 143" TERM; echo "$@" > called\n'
         "touch ready; while :; do sleep 0.1; done",
