@@ -12,8 +12,9 @@ from typing import Any
 from campaigns.ports import free_port
 from support import forked_processes as forked
 
-DEADLINE_S = 1.5
-DEAD_S = 1.0
+DEADLINE_S = 4.0
+DEAD_S = 3.0
+"""What a busy machine lets no rank be silent for, and no store."""
 SLACK_S = 20.0
 """A rank must have raised so long after its deadline; the machine may be busy."""
 
@@ -56,7 +57,7 @@ class Doing:
         from tenuto.ranks.agreement import Agreement
         from tenuto.ranks.contract import Settings
 
-        settings = Settings(beat_s=0.05, dead_after_s=DEAD_S, answer_s=1.0, probe_s=0.2)
+        settings = Settings(beat_s=0.05, dead_after_s=DEAD_S, answer_s=2.0, probe_s=0.2)
         self.agreement = Agreement.open(self.ranks, facts, seconds, settings)
         return self.agreement.session.id
 
