@@ -41,16 +41,18 @@ def state_of(step: int) -> dict[str, Any]:
     }
 
 
-def train(where: Any, steps: int = STEPS, *, brought: int = 0, **settings: Any) -> None:
-    """Trains to a step. Waits, once step `brought` is done, until all tiers have it: until then none lets it go."""
+def train(where: Any, steps: int = STEPS, *, brought: int = 0, in_turn: bool = False, **settings: Any) -> None:
+    """Trains to a step. Waits, once step `brought` is done, until all tiers have it: until then none lets it go.
+    `in_turn`: what a save removes is gone before the next step, which else may rest on it."""
     state = state_of(0)
     given = {"save": every(steps=1), "keep": keep.latest(2), "encoding": "dedupe", "on_error": "raise", **settings}
     with tenuto.Checkpointer(where, state, **given) as ckpt:
         for step in ckpt.steps(steps):
             for name, value in state_of(step + 1).items():
                 state[name][:] = value
-            if step and step == brought:
+            if in_turn or (step and step == brought):
                 ckpt.wait()
+            if step and step == brought:
                 until_filled(where, step)
 
 
@@ -122,7 +124,7 @@ def test_a_tier_frees_what_nothing_there_rests_on_any_more_and_nothing_before(tm
 
 def test_a_full_tier_lets_go_what_nothing_rests_on(tmp_path: Path) -> None:
     fast, slow = tmp_path / "fast", tmp_path / "slow"
-    train(Tiers(Tier(fast, keep=keep.all(), capacity=6 * LEAF * 8), Tier(slow, keep=keep.all())), 12)
+    train(Tiers(Tier(fast, keep=keep.all(), capacity=6 * LEAF * 8), Tier(slow, keep=keep.all())), 12, brought=8)
     assert 1 <= len(assert_alone(fast)) < 12  # how many depends on what had arrived when there was no room
     assert {*assert_alone(slow), *assert_alone(fast)} == set(range(1, 13))
 
@@ -234,7 +236,7 @@ def test_a_copy_elsewhere_has_all_that_its_checkpoints_rest_on(tmp_path: Path, a
 def test_pruned_copies_keep_what_others_rest_on_until_none_does(tmp_path: Path) -> None:
     where, copy = tmp_path / "ckpts", tmp_path / "copy"
     for steps in (3, 5, 9, 30):
-        train(where, steps)
+        train(where, steps, in_turn=True)
         assert tenuto.Repository(where).replicate(copy, prune=True).ok
         assert assert_alone(copy)[-2:] == [steps - 1, steps]
     while free_expired(Repo.open(open_store(where)), "main", by="needed", grace_s=0.0):
