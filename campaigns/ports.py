@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from secrets import randbelow
 from typing import Final
 
@@ -18,14 +19,9 @@ def free_port() -> int:
 
     Raises OSError where a hundred of them are taken.
     """
-    for attempt in range(100):
+    for _ in range(100):
         port = _FIRST + randbelow(_COUNT)
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                if attempt == 99:
-                    raise
-                continue
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind((HOST, port))
             return port
-    raise AssertionError("the last attempt returns or raises")
+    raise OSError(f"none of a hundred ports of {HOST} can be had")

@@ -13,13 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from campaigns.ports import HOST
 from campaigns.rank_kills.processes import Death, Plan
 from tenuto.ranks.contract import KVStore, Ranks
 from tenuto.ranks.kv.shared_files import SharedFilesKVStore
 from tenuto.ranks.kv.torch_store import TorchKVStore
 
 SERVES_S: Final = 600.0
-HOST: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)

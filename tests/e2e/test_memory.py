@@ -9,7 +9,7 @@ import pytest
 
 import tenuto
 from support import loaded_interpreter
-from support.memory_training import Kill, Life, fork_off, live, right, untouched
+from support.memory_training import Kill, Life, fork_off, live, right
 from tenuto import every, on
 from tenuto.crashpoints import armed
 from tenuto.engine.memory_tier.listing import images
@@ -19,8 +19,6 @@ from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
-
-EXPECTED = untouched()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tenuto
-from support.memory_training import Life, fork, live, right, sealed, untouched
+from support.memory_training import Life, fork, live, right, sealed
 from support.scarce_memory import empty, fill, memory_group, on_a_small_file_system, take_until_killed
 from tenuto import every, on
 from tenuto.engine.memory_tier.listing import images
@@ -29,7 +29,6 @@ IMAGES = 2 * (120_000 + (140 << 10))
 """About what two images of the training take, room for their descriptions too."""
 LARGE = 2 * MIB
 """Elements of a state that takes 8 MiB."""
-EXPECTED = untouched()
 
 
 @pytest.fixture

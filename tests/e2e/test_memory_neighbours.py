@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tenuto
-from support.memory_training import Life, Log, fork, fork_off, live, right, sealed, shared_memory, train, untouched
+from support.memory_training import Life, Log, fork, fork_off, live, right, sealed, shared_memory, train
 from support.scarce_memory import A_THIRD_USER, ANOTHER_USER, Beside, Gate, as_user, become, open_place
 from tenuto import every
 from tenuto.cli import main
@@ -26,8 +26,6 @@ from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the memory tier lies in shared memory on Linux only")
-
-EXPECTED = untouched()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ ROUNDS = 50
 """Of the call, for a machine that has no processor left for the other thread now and then."""
 ENOUGH = 5
 """Of them: one alone may have been interrupted in the gap before it."""
-OFTEN = 10
+OFTEN = 20
 """More than there are such gaps in a call."""
 
 

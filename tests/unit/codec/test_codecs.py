@@ -73,7 +73,7 @@ def test_what_any_level_stores_is_decoded_by_any_other(name: str, level: int) ->
 @pytest.mark.parametrize("name", ["zstd", "lz4", "planes2-zstd", "planes4-lz4", "delta4-zstd", "xor8-zstd"])
 def test_others_run_while_it_encodes_and_decodes(name: str) -> None:
     codec = registry.codec(name)
-    chunk = np.random.default_rng(0).standard_normal(1 << 22).astype(np.float32).round(1)
+    chunk = np.random.default_rng(0).standard_normal(1 << 23).astype(np.float32).round(1)
     raw, base = memoryview(chunk.tobytes()), memoryview((chunk * np.float32(1.01)).tobytes())
     stored = codec.encode(raw, base)
     assert stored is not None
