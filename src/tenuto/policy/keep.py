@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, final
 
 from tenuto.errors import UsageError
 from tenuto.model.ids import CheckpointId
-from tenuto.policy.numbers import duration, metric_name, min_or_max, whole_number
+from tenuto.policy.numbers import direction_of, duration, metric_name, min_or_max, whole_number
 from tenuto.record import record
 from tenuto.units import ordinal
 
@@ -65,6 +65,19 @@ class CheckpointFacts:
     """The other run that its attempt continues; empty where that began in its own run, or from nothing."""
     rolled_back: bool = False
     """Whether its attempt is the first with checkpoints since the run was rolled back."""
+    unread: str = ""
+    """What of it cannot be read, in words: then it is not judged, and stays."""
+
+    @property
+    def counts(self) -> bool:
+        """Returns whether others may go because it stays: it is not known to be damaged, and all of what judges it
+        could be read."""
+        return not self.suspect and not self.unread
+
+    @property
+    def doubt(self) -> str:
+        """Returns words before what it is kept as, where it is damaged."""
+        return "damaged, but " if self.suspect else ""
 
     @property
     def age_key(self) -> tuple[int, int]:
@@ -177,9 +190,9 @@ def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[s
     latest = walk[0].id if walk else None
     newest = "what latest means" if walk and walk[0].walk == 0 else "the newest of this run that leads to latest"
     # A restore falls back to this checkpoint: latest itself, unless it is known to be damaged.
-    whole = next((facts.id for facts in walk if not facts.suspect), None)
-    last_verified = next((facts.id for facts in walk if facts.verified), None)
-    last_healthy = next((facts.id for facts in walk if facts.healthy and not facts.suspect), None)
+    whole = next((facts.id for facts in walk if facts.counts), None)
+    last_verified = next((facts.id for facts in walk if facts.verified and facts.counts), None)
+    last_healthy = next((facts.id for facts in walk if facts.healthy and facts.counts), None)
     return {
         facts.id: [
             *([newest] if facts.id == latest else []),
@@ -191,6 +204,7 @@ def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[s
             *(["held"] if facts.held else []),
             *([f"being copied to {facts.copied_to}"] if facts.copied_to else []),
             *facts.needed_by,
+            *([f"not judged: {facts.unread}"] if facts.unread else []),
         ]
         for facts in history
     }
@@ -202,7 +216,7 @@ def worth_a_grace(line: Sequence[CheckpointFacts], policy: KeepPolicy) -> set[Ch
     line: newest first. Of those not known to be damaged: the newest, the last one verified, and the best by each metric
     that a `keep.best` of `policy` names.
     """
-    whole = [facts for facts in line if not facts.suspect]
+    whole = [facts for facts in line if facts.counts]
     firsts = [whole, [facts for facts in whole if facts.verified]]
     firsts += [Best(1, part.metric, part.mode).ranked(whole) for part in policy.parts() if isinstance(part, Best)]
     return {found[0].id for found in firsts if found}
@@ -243,9 +257,9 @@ class Milestones(KeepPolicy):
             span = self.span(facts)
             if span is None or span in taken:
                 continue
-            words = f"{'damaged, but ' if facts.suspect else ''}{self.name(span)}"
+            words = f"{facts.doubt}{self.name(span)}"
             kept[facts.id] = Opinion(True, words if facts.walk is not None else f"{words}, {LEFT_BEHIND}")
-            if not facts.suspect:
+            if facts.counts:
                 taken[span] = facts
         return [kept.get(facts.id) or Opinion(False, self._lost(facts, taken)) for facts in history]
 
@@ -305,15 +319,22 @@ def latest(n: int) -> KeepPolicy:
     return Latest(whole_number(n, "keep.latest({})"))
 
 
-def best(n: int, metric: str, mode: Literal["min", "max"] = "min") -> KeepPolicy:
+def best(n: int, metric: str, mode: Literal["min", "max"] | None = None) -> KeepPolicy:
     """Keeps the `n` checkpoints with the lowest `metric` (highest with `mode="max"`); ties go to the newer one.
+
+    Without a mode it is the highest of metrics of which everybody knows that more is better, by the words of their
+    names (acc, accuracy, f1, auc, map, bleu, iou, r2, reward …), which training says once; of all others the lowest.
 
     NaN is never best. A checkpoint without the metric stays until a newer one has it, because its metric may still be
     noted. A damaged checkpoint does not count. After a rollback, both the best of the whole run and the best of the
     current line are kept.
     """
     name = metric_name(metric, 'keep.best(3, "val_loss")')
-    return Best(whole_number(n, f"keep.best({{}}, {name!r})"), name, min_or_max(mode, name))
+    many = whole_number(n, f"keep.best({{}}, {name!r})")
+    if mode is not None:
+        return Best(many, name, min_or_max(mode, name))
+    found = direction_of(name)
+    return Best(many, name, found or "min", by_name=found == "max")
 
 
 def every(*, steps: int | None = None, hours: float | None = None) -> KeepPolicy:
@@ -495,8 +516,9 @@ class Latest(KeepPolicy):
             for facts in line:
                 if free == 0:
                     opinions[facts.id] = Opinion(False, f"not among {words}{suffix}")
-                elif facts.suspect:
-                    opinions[facts.id] = Opinion(True, f"damaged, and newer than the last of {words}{suffix}")
+                elif not facts.counts:
+                    what = "damaged" if facts.suspect else "not judged"
+                    opinions[facts.id] = Opinion(True, f"{what}, and newer than the last of {words}{suffix}")
                 else:
                     free -= 1
                     opinions[facts.id] = Opinion(True, f"{self._place(self.n - free)}{suffix}")
@@ -516,6 +538,8 @@ class Best(KeepPolicy):
     n: int
     metric: str
     mode: Literal["min", "max"]
+    by_name: bool = field(default=False, compare=False)
+    """Whether `max` was taken because of the metric's name."""
 
     def metrics(self) -> frozenset[str]:
         return frozenset({self.metric})
@@ -550,14 +574,14 @@ class Best(KeepPolicy):
             if not places:
                 break
             first.append(facts)
-            places -= not facts.suspect
+            places -= facts.counts
         return first
 
     def _value(self, facts: CheckpointFacts) -> float:
         return float(facts.metrics.get(self.metric, math.nan))
 
     def _won(self, facts: CheckpointFacts, of_run: Sequence[CheckpointFacts]) -> str:
-        reason = f"{'damaged, but ' if facts.suspect else ''}{self._words()} ({self._value(facts):g})"
+        reason = f"{facts.doubt}{self._words()} ({self._value(facts):g})"
         if facts.walk is None:
             return f"{reason}, {LEFT_BEHIND}"
         return reason if facts in of_run else f"{reason} of the current line of training"

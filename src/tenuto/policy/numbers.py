@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Literal, SupportsIndex, cast
+import re
+from typing import Final, Literal, SupportsIndex, cast
 
 from tenuto.errors import UsageError
 from tenuto.record import record
@@ -81,6 +82,34 @@ def metric_name(value: object, call: str) -> str:
     if not isinstance(value, str) or not value:
         raise UsageError(f"{value!r} names no metric", hint=f"give the name that `log` is given: {call}")
     return value
+
+
+_LOWER: Final = re.compile(
+    r"loss(es)?|err(or)?s?|r?mse|mae|mape|perplexity|ppl|nll|bp[bc]|[wct]er|eer|fid|kld?|lpips", re.ASCII
+)
+"""Words in names of metrics of which less is better, whatever else the name says."""
+_HIGHER: Final = re.compile(
+    r"acc(uracy)?|f1|au(c|roc|prc)|m?ap|bleu|chrf|rouge[ln]?|meteor|cider|m?iou|jaccard|dice|r2|rewards?|returns?|"
+    r"precision|recall|sensitivity|specificity|psnr|ssim|ndcg|mrr|mcc|kappa|pearson|spearman",
+    re.ASCII,
+)
+"""Words in names of metrics that everybody reads as: more is better."""
+_CAMEL: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_WORD: Final = re.compile(r"[a-z0-9]+")
+
+
+def direction_of(metric: str) -> Literal["min", "max"] | None:
+    """Returns in which direction a metric improves, as the words of its name say; None where they do not."""
+    words = [*_WORD.findall(metric.lower()), *_WORD.findall(_CAMEL.sub(" ", metric).lower())]
+    words += [word.rstrip("0123456789") for word in words]
+    if any(map(_LOWER.fullmatch, words)):
+        return "min"
+    return "max" if any(map(_HIGHER.fullmatch, words)) else None
+
+
+def said_by_name(metric: str) -> str:
+    """Returns in one line that more is better, where the name alone says so."""
+    return f'{metric}: the highest is the best, as its name says; mode="min" where the lowest is'
 
 
 def min_or_max(value: object, metric: str) -> Literal["min", "max"]:

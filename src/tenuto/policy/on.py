@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tenuto.policy.numbers import margin, metric_name, min_or_max
+from tenuto.policy.numbers import margin, metric_name
 from tenuto.policy.save import OnDrop, OnEnd, OnImprove, OnSignal, SavePolicy
 
 
@@ -18,9 +18,10 @@ def signal() -> SavePolicy:
     return OnSignal()
 
 
-def improve(metric: str, mode: Literal["min", "max"] = "min", by: float | str = 0) -> SavePolicy:
+def improve(metric: str, mode: Literal["min", "max"] | None = None, by: float | str = 0) -> SavePolicy:
     """Saves when `metric` is better than at every earlier save: lower, or higher with `mode="max"`.
 
+    mode: without one, what `keep.best` takes for the metric's name.
     by: the required improvement, an amount or a fraction of the best value (`by="5%"`).
 
     Earlier saves are those of this line of training that have the metric, including those before a resume, as far as
@@ -35,7 +36,7 @@ def improve(metric: str, mode: Literal["min", "max"] = "min", by: float | str = 
     """
     name = metric_name(metric, 'on.improve("val_loss")')
     chosen = margin(by, f"on.improve({name!r}, by={{}})", least="zero")
-    return OnImprove(name, min_or_max(mode, name), chosen)
+    return OnImprove.of(name, mode, chosen)
 
 
 def drop(metric: str, by: float | str) -> SavePolicy:

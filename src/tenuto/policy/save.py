@@ -10,7 +10,7 @@ from typing import Final, Literal, final
 
 from tenuto.errors import UsageError
 from tenuto.policy.interval import SaveCosts, interval, time_between_failures, waste
-from tenuto.policy.numbers import Margin, duration, whole_number
+from tenuto.policy.numbers import Margin, direction_of, duration, min_or_max, whole_number
 from tenuto.record import record
 from tenuto.units import count, seconds
 
@@ -185,6 +185,15 @@ class OnImprove(SavePolicy):
     mode: Literal["min", "max"] = "min"
     by: Margin = field(default_factory=lambda: Margin(0.0))
     top: int = 1
+    by_name: bool = field(default=False, compare=False)
+    """Whether `max` was taken because of the metric's name."""
+
+    @classmethod
+    def of(cls, metric: str, mode: object, by: Margin | None = None, top: int = 1) -> OnImprove:
+        """Returns the policy; without a mode, with the one that the metric's name says, else the lowest."""
+        found = direction_of(metric) if mode is None else None
+        said = min_or_max(mode, metric) if mode is not None else found or "min"
+        return cls(metric, said, by or Margin(0.0), top, by_name=found == "max")
 
     def metrics(self) -> frozenset[str]:
         return frozenset({self.metric})

@@ -62,6 +62,8 @@ class Settings:
     """The metrics that the policies read, each with the policies that do, as the user wrote them."""
     modes: Mapping[str, Mode]
     """In which direction each metric improves, where a policy says so."""
+    by_name: tuple[str, ...]
+    """The metrics of which more is taken to be better, since their names say so."""
 
     @classmethod
     def checked(
@@ -139,6 +141,7 @@ class Settings:
             emergency_after_s=seconds(emergency_after, "emergency_after="),
             watched=watched(policy, kept),
             modes=modes(policy, kept),
+            by_name=by_name(policy, kept),
         )
 
     def alike(self) -> dict[str, str]:
@@ -204,6 +207,12 @@ def modes(save: SavePolicy, keep: KeepPolicy) -> Mapping[str, Mode]:
         if isinstance(part, Best | OnImprove):
             said.setdefault(part.metric, set()).add(part.mode)
     return {metric: said[metric].pop() for metric in sorted(said) if len(said[metric]) == 1}
+
+
+def by_name(save: SavePolicy, keep: KeepPolicy) -> tuple[str, ...]:
+    """Returns the metrics of which keep.best and on.improve keep the highest because of their names."""
+    parts = (part for part in _parts(save, keep) if isinstance(part, Best | OnImprove))
+    return tuple(sorted({part.metric for part in parts if part.by_name}))
 
 
 def _parts(save: SavePolicy, keep: KeepPolicy) -> list[SavePolicy | KeepPolicy]:
@@ -348,7 +357,7 @@ class ArgumentAliases:
                 raise self._conflict("max_to_keep counts the newest, and does not mix with the others")
             return save, keep.latest(self.max_to_keep)
         if save is None and self.monitor is not None and self._top > 0:
-            asked = OnImprove(self.monitor, self.mode or "min", top=self._top)
+            asked = OnImprove.of(self.monitor, self.mode, top=self._top)
             save = every(minutes=10) | on.end() | on.signal() | asked
         return save, self._keep()
 
@@ -365,7 +374,7 @@ class ArgumentAliases:
                 raise self._conflict("save_top_k=0 asks for no checkpoints at all")
             return last
         if self.monitor is not None:
-            best = keep.best(self._top, self.monitor, self.mode or "min")
+            best = keep.best(self._top, self.monitor, self.mode)
             return best | last if self.save_last else best
         if self._top > 1:
             raise self._conflict(f"the best {self._top} of what? monitor names no metric")

@@ -50,6 +50,46 @@ class SavedMetrics:
         return [metrics for save, metrics in self._saves if save.state != "failed"]
 
 
+class CarriedMetrics:
+    """Metrics of steps that have no checkpoint: the next checkpoint has them, of each name the newest value."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, float] = {}
+        self._taken: list[tuple[Save, dict[str, float]]] = []
+        """Saves that have not ended yet, with all their metrics: where one fails, they wait again."""
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Adds those of a step that is left without a save."""
+        self._waiting.update(metrics)
+
+    def with_those_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Returns what a checkpoint of the step that has logged `metrics` would have."""
+        return {**self.waiting, **metrics}
+
+    def taken(self, save: Save, metrics: Mapping[str, float]) -> None:
+        """Says that a save has them: none of those before waits any more, unless it fails."""
+        self._taken.append((save, dict(metrics)))
+        self._waiting = {}
+
+    def noted(self, save: Save, metrics: Mapping[str, float]) -> None:
+        """Adds what came after its save was taken."""
+        for taken, known in self._taken:
+            if taken is save:
+                known.update(metrics)
+
+    @property
+    def waiting(self) -> dict[str, float]:
+        """Those that are in no checkpoint, nor in a save that may still become one."""
+        under_way = []
+        for save, metrics in self._taken:
+            if not save.done:
+                under_way.append((save, metrics))
+            elif not save.committed:
+                self._waiting = {**metrics, **self._waiting}
+        self._taken = under_way
+        return self._waiting
+
+
 PATIENCE_STEPS = 1000
 """Steps after which a metric that nothing has logged is reported, in a loop without epochs."""
 PATIENCE_EPOCHS = 2

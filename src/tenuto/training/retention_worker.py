@@ -67,7 +67,8 @@ class RetentionWorker:
         self._rounds = BackgroundRounds("tenuto-retention", self._begun)
         self._attempt: Attempt | None = None
         self._looked_into_trash: float | None = None
-        self._warned_of_budget = False
+        self._told: frozenset[str] = frozenset()
+        """What of the last plan was worth a warning."""
         self._step = 0
         """The last committed step."""
         self._everything = False
@@ -121,9 +122,10 @@ class RetentionWorker:
             policy, copying = self._tiers.policy(), self._tiers.copying
             plan = plan_retention(self._repo, attempt, policy, self._catalog, copying=copying)
             going = len(plan.dropped)
-            if plan.warnings and not self._warned_of_budget:
-                self._warned_of_budget = True
-                self._warn(f"retention of run {attempt.run!r}: {'; '.join(plan.warnings)}")
+            for warning in plan.warnings:
+                if warning not in self._told:
+                    self._told |= {warning}
+                    self._warn(f"retention of run {attempt.run!r}: {warning}")
             stay = len(plan.verdicts) - going
             if not everything and remote and 0 < going < max(stay // TOGETHER, min(A_FEW, (stay + 1) // 2)):
                 with self._state:

@@ -32,6 +32,7 @@ from tenuto.errors import (
 from tenuto.events import Emitter, Event, SaveDelayed, SaveFailedEvent
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.policy.keep import KeepPolicy
+from tenuto.policy.numbers import said_by_name
 from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
 from tenuto.ranks.contract import Ranks
 from tenuto.repo.keys import unlock
@@ -78,12 +79,15 @@ class RunSaver:
         self.run = run = settings.run
         report_to(repo.store, self.report)
         self.policy, self.policy_metrics = settings.save, settings.save.metrics()
+        self._watched = settings.watched.keys()
         self.group, self._coordinates = group, group.coordinates
         self._divided_policy = split_by_agreement(settings.save)
         self.tiers = TierWorker(repo, run_key(run), settings.keep, emitter=emitter, report=self.report, group=group)
         self.retention = RetentionWorker(repo, emitter=emitter, warn=self.report, group=group, tiers=self.tiers)
         self._on_error, self._in_flight = settings.on_error, settings.in_flight
         self._emitter = emitter
+        for metric in settings.by_name if group.coordinates else ():
+            self.report(said_by_name(metric))
         self.emergency = EmergencyPlaces(
             settings.emergency,
             settings.emergency_after_s,
@@ -466,6 +470,13 @@ class RunSaver:
     def warn_of_unlogged_metrics(self) -> None:
         """Warns of metrics that the policies read and nothing has logged."""
         self._unlogged.warn_of_missing(self._judging)
+
+    def report_lost_metrics(self, left: Mapping[str, float]) -> None:
+        """Reports, of what policies read, the metrics of steps behind which nothing was saved."""
+        lost = sorted(left.keys() & self._watched) if self._coordinates and self.attempt is not None else []
+        if lost:
+            last = f"step {self.last.step}" if self.last is not None and self.last.committed else "none"
+            self.report(f"{', '.join(lost)} logged since the last checkpoint ({last}) belong to none, and are lost")
 
     @property
     def _judging(self) -> KeepPolicy | None:

@@ -24,6 +24,7 @@ from tenuto.state.position.training_position import TrainingPosition
 from tenuto.store.contract import Where
 from tenuto.training import fresh_start, run_registry
 from tenuto.training.arguments import Settings
+from tenuto.training.logged_metrics import CarriedMetrics
 from tenuto.training.loops import Epochs, Steps
 from tenuto.training.pending_saves import LateMetricTrigger, PendingRequests
 from tenuto.training.preemption import PreemptionHandler, await_saves, warn_of_unsaved
@@ -78,6 +79,7 @@ class TrainingSession:
         self._stale_counts = StaleCounts(snapshots.state)
         self._requests = PendingRequests(self, saving, snapshots)
         self._late_metrics = LateMetricTrigger(self, saving, snapshots)
+        self._carried = CarriedMetrics()
         self._early: dict[str, float] = {}
         """Metrics of an epoch's body that has taken no batch yet: of the step before if it takes one, else its own."""
         self._mark: StateMark | None = None
@@ -223,6 +225,7 @@ class TrainingSession:
             self._settle_early()
         else:
             self._act_on_signal()
+        self._leave_metrics()
         self.metrics, self._early = self._early, {}
         self.open = True
         self._mark = None
@@ -275,6 +278,7 @@ class TrainingSession:
                 subject="step_done",
                 hint="epoch= is the number of completed epochs, the one that this step ends among them",
             )
+        self._leave_metrics()
         self.metrics = dict(metrics)
         self.saving.seen(metrics, step)
         if not self._foreign_loop and epoch_ended is None:
@@ -306,8 +310,14 @@ class TrainingSession:
             )
         self.position.restore_random_state()
 
+    def _leave_metrics(self) -> None:
+        """Leaves the metrics of the last completed step to the next checkpoint, if that step has none."""
+        if self.metrics and self.unsaved:
+            self._carried.add(self.metrics)
+
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Logs metrics of the open step; outside, of the last completed one, as a note if its checkpoint is taken."""
+        """Logs metrics of the open step; outside, of the last completed one, as a note if its checkpoint is taken.
+        Those of a step without a checkpoint belong to the next one."""
         if isinstance(self.loop, Epochs) and self.loop.unused:
             self._early.update(metrics)
             self.saving.seen(metrics, self.step)
@@ -318,6 +328,7 @@ class TrainingSession:
         last = self.saving.last
         if not self.open and last is not None and last.step == self.step:
             self.saving.note(last, metrics)
+            self._carried.noted(last, metrics)
         self.metrics.update(metrics)
         self.saving.seen(metrics, self.step + self.open)
         if not self.open and metrics.keys() & self.saving.policy_metrics:
@@ -374,12 +385,16 @@ class TrainingSession:
         due_s = time.monotonic()
         self._uncounted.warn()
         flattened = self._snapshots.now()
-        about = self._snapshots.about(parent=self._parent, metrics=self.metrics, reason=reason)
+        metrics = self._carried.with_those_of(self.metrics)
+        about = self._snapshots.about(parent=self._parent, metrics=metrics, reason=reason)
         if stale := self._stale_counts.check(self.step, self.position.counters.epoch, flattened.sources):
             self.saving.warn(stale)
-        return self.saving.take(
+        save = self.saving.take(
             flattened, self.step, about, wait=wait, must=must, handle=handle, eager=eager, due_s=due_s
         )
+        if save is not None:
+            self._carried.taken(save, metrics)
+        return save
 
     def take_requested(self, handle: Save, *, wait: bool, must: bool, eager: bool) -> None:
         """Takes what `save` has requested inside the step. If it is skipped, its handle ends with the reason."""
@@ -405,8 +420,11 @@ class TrainingSession:
         if not self._snapshots.untouched(mark, plain=False):
             self.saving.report(f"step {mark.step} is not saved, though {reason}: the state has changed since that step")
             return
-        about = self._snapshots.about(parent=self._parent, metrics=self.metrics, reason=reason, progress=mark.progress)
-        self.saving.take(mark.flattened, mark.step, about, wait=True, must=True)
+        metrics = self._carried.with_those_of(self.metrics)
+        about = self._snapshots.about(parent=self._parent, metrics=metrics, reason=reason, progress=mark.progress)
+        save = self.saving.take(mark.flattened, mark.step, about, wait=True, must=True)
+        if save is not None:
+            self._carried.taken(save, metrics)
 
     def _take_in_memory(self, moment: Moment) -> None:
         """Seals the step in memory, where that is due and no save has just done it."""
@@ -416,7 +434,8 @@ class TrainingSession:
         decision = memory.decide(moment)
         if decision.save and not memory.skips(self.step):
             due_s = time.monotonic()
-            about = self._snapshots.about(parent=self._parent, metrics=self.metrics, reason=decision.reason)
+            metrics = self._carried.with_those_of(self.metrics)
+            about = self._snapshots.about(parent=self._parent, metrics=metrics, reason=decision.reason)
             memory.take(self._snapshots.now(), self.step, about, due_s=due_s, eager=moment.ending)
 
     @property
@@ -462,6 +481,8 @@ class TrainingSession:
         warn_of_unsaved(self.saving, self.step, incomplete=incomplete, replaced=lacks, left=left, alone=alone)
         if ended_well and not (replaced or incomplete or left):
             self.saving.warn_of_unlogged_metrics()
+            self._leave_metrics()
+            self.saving.report_lost_metrics(self._carried.waiting)
         if leaves := ended_well and self._preemption.owed and sys.exc_info()[0] is None:
             self._preemption.prepare_to_leave()  # it came behind the last step of several ranks, or during this close
         self._preemption.report_leaving(self.saving, self.step, failed)

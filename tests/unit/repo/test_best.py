@@ -89,10 +89,10 @@ def test_a_listing_marks_the_best_by_each_metric_with_a_recorded_direction(repo:
 
 def test_without_a_recorded_direction_one_is_asked_for(repo: Repo, make: Any) -> None:
     make.attempt(1)
-    make.checkpoint(1, 1, metrics={"loss": 1.0})
-    with pytest.raises(UsageError, match="is the lowest loss the best or the highest") as caught:
-        resolve(repo, "gpt", "best:loss")
-    assert caught.value.hint == "best:loss:min, or best:loss:max"
+    make.checkpoint(1, 1, metrics={"score": 1.0})
+    with pytest.raises(UsageError, match="is the lowest score the best or the highest") as caught:
+        resolve(repo, "gpt", "best:score")
+    assert caught.value.hint == "best:score:min, or best:score:max"
 
 
 def test_a_metric_that_nobody_logged_names_the_nearest_and_all_that_exist(repo: Repo, make: Any) -> None:

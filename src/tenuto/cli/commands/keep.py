@@ -40,7 +40,9 @@ def keep(
     latest: Annotated[int | None, typer.Option("--latest", metavar="N", help="Keep the newest N.")] = None,
     best: Annotated[
         list[str] | None,
-        typer.Option("--best", metavar=BEST, help="Keep the N best; MODE min or max, else as trained."),
+        typer.Option(
+            "--best", metavar=BEST, help="Keep the N best; MODE min or max, else as trained, else by its name."
+        ),
     ] = None,
     every_steps: Annotated[
         int | None, typer.Option("--every-steps", metavar="N", help="Keep the first at or after each multiple of N.")
@@ -144,6 +146,7 @@ def _best(repo: Repo, run: str, texts: list[str]) -> list[KeepPolicy]:
     """Returns the policies of --best. Refuses a metric that no checkpoint has, which would keep or free the wrong ones,
     and a MODE that is none."""
     from tenuto.policy import keep as keeping
+    from tenuto.policy.numbers import said_by_name
     from tenuto.repo.best import check_metric, measured, recorded_mode
 
     found = measured(repo, run) if texts else []
@@ -160,8 +163,10 @@ def _best(repo: Repo, run: str, texts: list[str]) -> list[KeepPolicy]:
                 f"--best {text}: {mode!r} is neither min nor max", subject=text, hint=f"--best {number}:{metric}:min"
             )
         check_metric(found, metric, run)
-        mode = mode or recorded_mode(found, metric) or "min"
-        policies.append(keeping.best(int(number), metric, "max" if mode == "max" else "min"))
+        policy = keeping.best(int(number), metric, mode or recorded_mode(found, metric))  # type: ignore[arg-type]  # checked
+        if isinstance(policy, keeping.Best) and policy.by_name:
+            output.story(f"note: {said_by_name(metric)}")
+        policies.append(policy)
     return policies
 
 

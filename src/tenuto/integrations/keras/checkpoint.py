@@ -19,6 +19,7 @@ from tenuto.integrations.keras.variables import GlobalSeed, MetricVariables, Var
 from tenuto.maintenance.remove import execute, plan_remove
 from tenuto.policy import every, keep, on
 from tenuto.policy.keep import KeepPolicy
+from tenuto.policy.numbers import direction_of
 from tenuto.policy.save import Moment, SaveHistory, SavePolicy
 from tenuto.repo.lineage import walk
 from tenuto.repo.repository import Repo
@@ -377,11 +378,9 @@ def _direction(monitor: str, mode: str) -> Literal["min", "max"]:
     """Returns how a metric improves. "auto": by its name."""
     if mode != "auto":
         return "max" if mode == "max" else "min"
-    name = monitor.removeprefix("val_")
-    if "loss" in name or "error" in name:
-        return "min"
-    if "acc" in name or name in ("auc", "precision", "recall"):
-        return "max"
+    found = direction_of(monitor)
+    if found is not None:
+        return found
     raise UsageError(
         f"monitor={monitor!r}: its name does not say whether more or less is better",
         subject="mode",

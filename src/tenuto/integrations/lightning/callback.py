@@ -22,6 +22,7 @@ from tenuto.integrations.lightning.packages import check, overridden, tuning
 from tenuto.integrations.lightning.trainer_state import ENTRY, LoadedCheckpoint, TrainerState
 from tenuto.policy import every, on
 from tenuto.policy.keep import KeepPolicy
+from tenuto.policy.numbers import direction_of
 from tenuto.policy.save import SavePolicy
 from tenuto.state.declarations import first_rank, late
 from tenuto.store.contract import Where
@@ -70,7 +71,8 @@ class TenutoCheckpoint:
     ) -> None:
         super().__init__()
         self.where = where
-        self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode or "min", save_top_k, save_last
+        self.monitor, self.save_top_k, self.save_last = monitor, save_top_k, save_last
+        self.mode = mode or (None if monitor is None else direction_of(monitor)) or "min"
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps, every_n_epochs
         known = inspect.signature(Checkpointer).parameters.keys() - _OWN
         for name in options:
@@ -85,7 +87,7 @@ class TenutoCheckpoint:
             "save": _policy(save, every_n_train_steps, every_n_epochs),
             "keep": keep,
             "monitor": monitor,
-            "mode": mode if monitor is None else self.mode,
+            "mode": mode,
             "save_top_k": save_top_k,
             "save_last": save_last,
         }
