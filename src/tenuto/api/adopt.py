@@ -130,6 +130,7 @@ def _adopt(repo: Repo, found: Found, run: str, step: int | None) -> Checkpoint:
             id = begin(attempt, number, save_id, [*plan.names(), index_file(0), BOXES])
             try:
                 manifest = plan.carry_out(id, save_id, attempt.parent, origin)
+                attempt.committed(number)
             except BaseException as error:
                 if abort(repo, id, save_id, by=in_words(error)):
                     free(repo, id, names=plan.names())

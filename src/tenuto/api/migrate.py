@@ -293,6 +293,7 @@ def execute(
             imported.append(_one(repo, attempt, protocol, one, plan.rules, check=check, emitter=emit))
         crashpoint("migrated checkpoints durable, none visible")
         protocol.put()
+        attempt.committed(plan.checkpoints[-1].step)
     finally:
         try:
             protocol.take_back(lambda message: emit.emit(Warned(message, plan.run)), by="the migration failed")

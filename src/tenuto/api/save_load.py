@@ -230,6 +230,7 @@ def _saved(
         )
         handle = saver.save(flattened, number, wait=True, about=about)
         id = handle.wait()
+        attempt.committed(number)
         if group.coordinates:  # else it is another process's, which alone can hold the run by it
             _attempts[key] = (attempt, number)
         if keep is not None and group.coordinates:

@@ -22,6 +22,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest, decode_outline
 from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.small_records import Begin, decode_begin
+from tenuto.repo.lost import Witnesses
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry
 
@@ -32,7 +33,8 @@ _PROBE: Final = re.compile(r"probe-[0-9a-f]{32}\.json", re.ASCII)
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}\.json", re.ASCII)
 
 State = Literal["committed", "damaged", "unfinished", "closed", "removed", "copied", "foreign"]
-"""committed: has a manifest. damaged: something unreadable lies under the manifest's name, or instead of begin.json.
+"""committed: has a manifest. damaged: something unreadable lies under the manifest's name, or instead of begin.json, or
+the manifest is missing of what is known to have been a checkpoint (`lost`).
 unfinished: begun, not committed. closed: carries an aborted mark. removed: `rm` has put its manifest into the trash.
 copied: was written for another place, or in another repository. foreign: holds nothing that says what it is."""
 
@@ -51,6 +53,8 @@ class SaveDirectory:
     """Of the object, of a committed save."""
     save_id: str = ""
     message: str = ""
+    lost: str = ""
+    """What knows that it was a checkpoint, where its manifest is missing. It is damaged then."""
     origin: Origin | None = None
     """Where it was written, if `state` is copied."""
     entries: list[Entry] = field(default_factory=list)
@@ -117,6 +121,12 @@ class SaveDirectory:
         what = f"{', '.join(gone[:3])}: missing" if gone else f"{', '.join([*packs][:3])}: cut" if packs else "missing"
         return f"{what} ({nbytes} of the {self.manifest.stored_bytes} bytes that were saved are there)"
 
+    @property
+    def is_whole_but_for_its_manifest(self) -> bool:
+        """Returns whether a save that never ended had put all else: its tables come last."""
+        tables = [name for name in (self.begin.names if self.begin else ()) if name.endswith(".index")]
+        return self.state == "unfinished" and bool(tables) and all(map(self.has, tables))
+
     def strangers(self) -> Iterator[Entry]:
         own = {entry.name for entry in self.own()}
         keep = {f"{self.id.directory}/{file}" for file in (object_names.BEGIN, object_names.MANIFEST)}
@@ -172,8 +182,25 @@ def list_names(repo: Repo) -> Census:
 
 
 def classify_all(repo: Repo, saves: Sequence[SaveDirectory]) -> None:
-    """Classifies saves, several at once where reading is mostly waiting."""
+    """Classifies saves, several at once where reading is mostly waiting. Of one that never ended, also looks whether it
+    is a checkpoint that has lost its manifest."""
     parallel_for(partial(classify, repo), saves, threads_for(repo).read if repo.store.capabilities.remote else 1)
+    witnesses = Witnesses(repo)
+    resting: dict[CheckpointId, CheckpointId] | None = None
+    for save in saves:
+        if save.state == "unfinished":
+            if resting is None:
+                # Within its attempt a save may rest on one that is to be committed with it, as those of `repack` do.
+                pairs = ((base, one.id) for one in saves for base in one.bases)
+                resting = {base: id for base, id in pairs if (base.run, base.attempt) != (id.run, id.attempt)}
+            rests = f"{resting[save.id]} rests on its data files" if save.id in resting else ""
+            _judge(save, witnesses, rests)
+
+
+def _judge(save: SaveDirectory, witnesses: Witnesses, rests: str = "") -> None:
+    save.lost = witnesses.lost(save.id, rests)
+    if save.lost:
+        save.state, save.message = "damaged", f"its manifest is missing: {save.lost}"
 
 
 def everything(repo: Repo, below: Callable[[str], Iterable[Entry]], unlisted: list[str]) -> list[Entry]:
@@ -202,6 +229,8 @@ def census_of(repo: Repo, id: CheckpointId) -> SaveDirectory:
         for entry in repo.store.walk(prefix):
             place(census, entry)
     classify(repo, save)
+    if save.state == "unfinished":
+        _judge(save, Witnesses(repo))
     return save
 
 

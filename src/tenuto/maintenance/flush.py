@@ -220,10 +220,12 @@ def _written(repo: Repo, run: str, images: Sequence[Image], report: Report | Non
     try:
         _judged(repo, run, images)  # as seen now that nobody else can claim unseen
         if len(images) == 1 and repo.keys is None:
-            return _commit(repo, attempt, images[0])
-        # An image is not sealed: a sealed repository gets other bytes than lie in memory.
-        id = save_images(repo, attempt, images)
-        return Flushed(id, images[0].footer.id, repo.manifest(id).bytes)
+            flushed = _commit(repo, attempt, images[0])
+        else:  # an image is not sealed: a sealed repository gets other bytes than lie in memory
+            id = save_images(repo, attempt, images)
+            flushed = Flushed(id, images[0].footer.id, repo.manifest(id).bytes)
+        attempt.committed(flushed.id.step)
+        return flushed
     finally:
         attempt.release()
 

@@ -216,6 +216,8 @@ class MemoryGathering:
                     return None
                 attempt = claimed[0] if claimed else announced(self._repo, str(answer["attempt"]).encode())
                 id = self._saved(gathering, attempt, parts, answer["alike"])
+                if id is not None:
+                    attempt.committed(id.step)
             finally:
                 for attempt in claimed:
                     attempt.release()

@@ -9,7 +9,7 @@ aborted mark, so that neither a late commit nor an undelete can come to rely on 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -37,12 +37,14 @@ from tenuto.repo.bases import forks_besides
 from tenuto.repo.catalog import Catalog
 from tenuto.repo.format import object_names
 from tenuto.repo.ownership.lease import read_last
-from tenuto.repo.ownership.owner_watch import Finished, finished_runs, may_still_save
+from tenuto.repo.ownership.owner_watch import Finished, finished_runs, is_finished, may_still_save
 from tenuto.repo.refs import list_refs
+from tenuto.repo.replicated.members import member_in
+from tenuto.repo.replicated.places import home_of
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import STALE_S, Tombstone, dead_tombstones, put_tombstone, still_exists, take_back
 from tenuto.repo.unfinished import abort, free
-from tenuto.store.contract import Entry, final_name, leftovers_of
+from tenuto.store.contract import TEMPORARY, Entry, final_name, leftovers_of
 from tenuto.units import count, size
 
 # --------------------------------------------------------------------------------------------------
@@ -155,7 +157,8 @@ class GcPlan:
     and copies in the trash that outlived their use, leases of superseded attempts. `void`: marks that speak of nothing
     any more, and tombstones of removers that died. `kept`: saves that look like garbage and are left alone, each with
     the reason. `forgotten`: what other places of the repository still hold of saves that it no longer knows. `now`:
-    nothing waits for its grace. `needs`: of what is to be deleted, what rests on its packs and has to go before."""
+    nothing waits for its grace; `force`: with it, also what has lost its manifest goes. `needs`: of what is to be
+    deleted, what rests on its packs and has to go before."""
 
     where: str
     grace_s: float
@@ -166,6 +169,7 @@ class GcPlan:
     finished: tuple[tuple[str, int], ...]
     forgotten: tuple[ForgottenSave, ...] = ()
     now: bool = False
+    force: bool = False
     needs: tuple[tuple[CheckpointId, tuple[CheckpointId, ...]], ...] = ()
 
     @property
@@ -207,21 +211,28 @@ def plan_gc(
     """What a visit would mark and delete. `grace_s`: seconds between mark and deletion, by the store's own clock; to
     read that, one small object is put and deleted again.
 
-    `now`: deletes everything that nothing reaches in this one visit, also what was never marked; but not the last
-    checkpoint of a run that could still be restored, unless `force`.
+    `now`: deletes everything that nothing reaches in this one visit, also what was never marked; but, unless `force`,
+    not the last checkpoint of a run that could still be restored, nor what has lost its manifest, or may have.
 
     `finished`: runs known to have no live owner; by default found out where it matters, which takes 15 s if one lived
     on another host and did not say goodbye. Raises CorruptionError where a ref cannot be read: it may name anything.
     """
     census = take_census(repo)
     named = {ref.id for ref in list_refs(repo)}
-    open_runs = {save.id.run for save in census.saves.values() if save.state in ("unfinished", "closed")}
+    leftovers = everything(repo, partial(leftovers_of, repo.store), [])
+    open_runs = {save.id.run for save in census.saves.values() if save.lost or save.state in ("unfinished", "closed")}
+    if now:
+        open_runs |= {
+            run
+            for run, _ in census.attempts
+            if any(entry.name.startswith(f"{object_names.run_directory(run)}/") for entry in leftovers)
+        }
     known = finished_runs(repo, sorted(open_runs)) if finished is None else dict(finished)
     now_ns, void = _clock_and_dead_tombstones(repo, census, now=now)
     garbage, kept = [], []
-    last = {} if force or not now else _last_restorable(repo, census)
+    last = {} if force or not now else {**_last_restorable(repo, census), **_whole_but_for_manifests(repo, census)}
     for save in sorted(census.saves.values(), key=lambda save: save.id):
-        reached = _reached(repo, save, named, known)
+        reached = _reached(repo, save, named, known, lost_too=now and force)
         valid = [] if reached else valid_marks(repo, save)
         marks = [mark.entry for mark in valid]
         void += [entry.name for entry in save.marks if entry not in marks]
@@ -239,8 +250,7 @@ def plan_gc(
     kept += needed
     forgotten, ahead = unknown(repo)
     kept += ahead
-    # What is not marked may be at work: a temporary of a living process is minutes old at most.
-    odds = tuple(_odds(repo, census, now_ns, STALE_S if now else grace_s)) if now_ns else ()
+    odds = tuple(_odds(repo, census, leftovers, now_ns, known, grace_s=grace_s, now=now)) if now_ns else ()
     return GcPlan(
         repo.url,
         grace_s,
@@ -251,6 +261,7 @@ def plan_gc(
         tuple(sorted(known.items())),
         forgotten,
         now,
+        force,
         tuple((found.id, tuple(sorted(needs[found.id]))) for found in garbage if found.due and found.id in needs),
     )
 
@@ -304,6 +315,14 @@ def _last_restorable(repo: Repo, census: Census) -> dict[CheckpointId, str]:
     return found
 
 
+def _whole_but_for_manifests(repo: Repo, census: Census) -> dict[CheckpointId, str]:
+    """Returns the saves of which everything is there but the manifest, and why they are left alone: most were killed
+    right before it, and one may have lost it. A grace is time to find that out."""
+    back = typed("tenuto", "repair", repo.url, "--from", "BACKUP")
+    why = f"all of it is there but its manifest, which `{back}` may bring; it goes after the grace, or with --force"
+    return {save.id: why for save in census.saves.values() if save.is_whole_but_for_its_manifest}
+
+
 def _can_be_restored(repo: Repo, save: SaveDirectory) -> bool:
     if save.state == "removed":
         return save.manifest is not None and not inspect(repo, save.id, save.manifest).harmed
@@ -324,7 +343,9 @@ def execute(repo: Repo, plan: GcPlan) -> GcReport:
             left = needs.get(found.id, set()).difference(deleted)
             try:
                 why = (
-                    needed_by(min(left)) if left else _delete(repo, found.id, finished, now=plan.now, trash=found.trash)
+                    needed_by(min(left))
+                    if left
+                    else _delete(repo, found.id, finished, now=plan.now, lost_too=plan.force, trash=found.trash)
                 )
             except CorruptionError as error:
                 why = error.message
@@ -378,6 +399,7 @@ def _delete(
     finished: Finished,
     *,
     now: bool = False,
+    lost_too: bool = False,
     trash: Collection[str] | None = None,
     among: Catalog | None = None,
 ) -> str:
@@ -396,7 +418,7 @@ def _delete(
         if not why and among is not None:
             others = needed_now(repo, id.run, among)
             why = needed_by(others[id]) if id in others else ""
-        why = why or free_announced(repo, save, stone, finished, marked=not now)
+        why = why or free_announced(repo, save, stone, finished, marked=not now, lost_too=now and lost_too)
     except TenutoError:
         take_back(repo, stone)
         raise
@@ -405,11 +427,17 @@ def _delete(
 
 
 def free_announced(
-    repo: Repo, save: SaveDirectory, stone: Tombstone, finished: Finished, *, marked: bool = True
+    repo: Repo,
+    save: SaveDirectory,
+    stone: Tombstone,
+    finished: Finished,
+    *,
+    marked: bool = True,
+    lost_too: bool = False,
 ) -> str:
     """Deletes a save on whose packs nothing rests, and whose tombstone has been put; or says why it is spared.
-    `marked`: only with a mark."""
-    why = _reached(repo, save, {ref.id for ref in list_refs(repo)}, finished)
+    `marked`: only with a mark. `lost_too`: also a checkpoint that has lost its manifest."""
+    why = _reached(repo, save, {ref.id for ref in list_refs(repo)}, finished, lost_too=lost_too)
     if not why and marked and not valid_marks(repo, save):
         why = "its mark has been taken back"
     if not why and not still_exists(repo, stone):
@@ -453,10 +481,15 @@ def _delete_on_full_disk(repo: Repo, id: CheckpointId, trash: Collection[str] | 
 NOTHING_LEFT = "nothing is left of it"
 
 
-def _reached(repo: Repo, save: SaveDirectory, named: Collection[CheckpointId], finished: Finished) -> str:
+def _reached(
+    repo: Repo, save: SaveDirectory, named: Collection[CheckpointId], finished: Finished, *, lost_too: bool = False
+) -> str:
     """Returns why a save is not garbage; empty if it is."""
     if save.state == "committed":
         return "it has a manifest"
+    if save.lost and save.id not in named:
+        back = typed("tenuto", "repair", repo.url, "--from", "BACKUP")
+        return "" if lost_too else f"{save.message}; `{back}` brings it back, `gc --now --force` frees it"
     if save.state in ("copied", "foreign", "damaged"):
         return save.message or "it was not written by Tenuto for this location"
     if save.id in named:
@@ -497,30 +530,74 @@ def _garbage(save: SaveDirectory, *, marked: bool, left_s: float, due: bool) -> 
         "unfinished": "a save that its process never finished",
         "closed": "a save that was aborted",
         "removed": "in the trash",
+        "damaged": save.message,
     }[save.state]
     own = list(save.own())
     trash = frozenset(entry.name for entry in save.trash)
     return Garbage(save.id, reason, len(own), sum(entry.length for entry in own), marked, left_s, due, trash)
 
 
-def _odds(repo: Repo, census: Census, now_ns: int, grace_s: float) -> Iterator[tuple[str, str]]:
-    """Yields single names older than the grace that nothing will ever read."""
+def _odds(
+    repo: Repo,
+    census: Census,
+    leftovers: Sequence[Entry],
+    now_ns: int,
+    finished: Finished,
+    *,
+    grace_s: float,
+    now: bool,
+) -> Iterator[tuple[str, str]]:
+    """Yields single names that nothing will ever read: older than the grace or, with `now`, than a put of a living
+    process can be, or left by a process that has ended."""
+    least_s = STALE_S if now else grace_s
 
     def old(entry: Entry) -> bool:
-        return age_s(repo, entry, now_ns) >= grace_s
+        return age_s(repo, entry, now_ns) >= least_s
 
     for save in census.saves.values():
         if save.state == "committed" and not save.tombstones:
             yield from ((e.name, "a copy of a manifest that is in its place") for e in save.trash if old(e))
     yield from ((entry.name, "left by a gc that died") for entry in census.probes if old(entry))
-    for entry in everything(repo, partial(leftovers_of, repo.store), []):
+    ended = _ended_attempts(repo, census, finished) if now and leftovers else frozenset()
+    for entry in leftovers:
         # What a repair has staged may be the only whole copy by now; the next repair completes it.
-        if not object_names.is_staged(entry.name) and _was_ours(repo, census, entry) and old(entry):
+        if (
+            not object_names.is_staged(entry.name)
+            and _was_ours(repo, census, entry)
+            and (_is_of_ended(census, entry, ended) or old(entry))
+        ):
             yield entry.name, "left over from an unfinished put"
     closed_below = {run: _closing_attempt(repo, run) for run in {run for run, _ in census.attempts}}
     for attempt in census.attempts.values():
         if attempt.number < closed_below[attempt.run] and all(old(beat) for beat in attempt.leases):
             yield from ((beat.name, "the lease of a superseded attempt") for beat in attempt.leases)
+
+
+def _ended_attempts(repo: Repo, census: Census, finished: Finished) -> frozenset[tuple[str, int]]:
+    """Returns the attempts whose process has ended. In a place that is filled from another one nobody knows who puts
+    what."""
+    if member_in(home_of(repo.store)) is not None:
+        return frozenset()
+    highest: dict[str, int] = {}
+    for run, number in (key for key, attempt in census.attempts.items() if attempt.claimed):
+        highest[run] = max(number, highest.get(run, 0))
+    return frozenset(
+        (run, number)
+        for run, number in census.attempts
+        if number < highest.get(run, 0) or (number <= finished.get(run, 0) and is_finished(repo, run, finished))
+    )
+
+
+def _is_of_ended(census: Census, leftover: Entry, ended: Collection[tuple[str, int]]) -> bool:
+    """Returns whether only the process of an attempt that has ended can have put this: its claim, its lease, the
+    beginning of a save, or what is called after the save."""
+    alone = Census()
+    place(alone, Entry(final_name(leftover.name), 0))
+    for id, there in alone.saves.items():
+        save, token = census.saves.get(id), leftover.name.rpartition(TEMPORARY)[2].partition("-")[0]
+        begins = there.has(object_names.BEGIN)
+        return (id.run, id.attempt) in ended and (begins or (save is not None and save.save_id == token))
+    return any(key in ended for key in alone.attempts)
 
 
 def _was_ours(repo: Repo, census: Census, leftover: Entry) -> bool:
@@ -531,8 +608,12 @@ def _was_ours(repo: Repo, census: Census, leftover: Entry) -> bool:
         return False
     for id, there in final_census.saves.items():
         save = census.saves.get(id)
+        if save is None:  # killed before there was anything of it
+            return there.has(object_names.BEGIN)
+        if there.entries and save.state == "closed":
+            return object_names.is_part(final.name.rpartition("/")[2]) or final.name == id.manifest
         if there.entries:
-            return save is not None and save.state == "committed" and final.name in listed_names(repo, save)
+            return save.state == "committed" and final.name in listed_names(repo, save)
     return True
 
 

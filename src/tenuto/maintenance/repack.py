@@ -131,6 +131,7 @@ def execute(repo: Repo, plan: RepackPlan, *, emitter: Emitter | None = None) -> 
         crashpoint("repacked checkpoints durable, none visible")
         attempt.check()
         protocol.put(newest_first=True)
+        attempt.committed(plan.checkpoints[-1].step)
         by_step = {one.manifest.id.step: one.manifest.id for one in made}
         for name, id in plan.tags:
             put_ref(repo, "tag", name, by_step[id.step])
@@ -255,7 +256,8 @@ class _Writer:
         id, save_id = CheckpointId(source.run, self._attempt.number, source.step), uuid.uuid4().hex
         names = [name for rank in ranks for name in savers[rank][0].names(indexes[rank].specs)]
         bases = {base for saver, _ in savers for base in saver.bases()}
-        begin(self._attempt, id.step, save_id, names + [BOXES] * (boxes is not None), bases=sorted(bases))
+        names += [BOXES] * (boxes is not None)
+        begin(self._attempt, id.step, save_id, names, bases=sorted(bases), newest_first=True)
         tree, receipts = canonical_json.spell(manifest.tree), list[Receipt]()
         self._held.append(Held(replace(manifest, id=id, save_id=save_id), receipts, tree))
         put, table = list[_Put](), None

@@ -23,10 +23,16 @@ from tenuto.repo.unfinished import abort, close_save, free
 
 
 def begin(
-    attempt: Attempt, step: int, save_id: str, names: Sequence[str], *, bases: Sequence[CheckpointId] = ()
+    attempt: Attempt,
+    step: int,
+    save_id: str,
+    names: Sequence[str],
+    *,
+    bases: Sequence[CheckpointId] = (),
+    newest_first: bool = False,
 ) -> CheckpointId:
     """Says what a save will write: `names` are file names in the checkpoint's directory. Before any other object of it.
-    `bases`: the checkpoints of which it may name packs.
+    `bases`: the checkpoints of which it may name packs. `newest_first`: as `Begin` has it.
 
     First closes what earlier saves of the attempt have left: so a claim looks no further than down to the attempt's
     last checkpoint. Raises Superseded if the run was claimed since; SaveFailed if this attempt has used the step
@@ -43,7 +49,7 @@ def begin(
     name = object_names.begin_name(id)
     for file in names:
         assert object_names.is_file(file), f"{file!r} cannot be an object of a checkpoint"
-    data = encode_begin(Begin(id, save_id, tuple(names), attempt.parent, tuple(bases)), attempt.repo.id)
+    data = encode_begin(Begin(id, save_id, tuple(names), attempt.parent, tuple(bases), newest_first), attempt.repo.id)
     store = attempt.repo.store
     if not (remote and attempt.is_new(step)) and object_names.MANIFEST in store.children(id.directory).objects:
         raise _used(id)

@@ -32,6 +32,7 @@ from tenuto.repo.best import BEST, BestSelector, best
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.objects import Origin
 from tenuto.repo.format.small_records import decode_begin, decode_lease
+from tenuto.repo.lost import Witnesses
 from tenuto.repo.refs import find_tag, is_name, list_tags
 from tenuto.repo.repository import Repo, known_runs
 
@@ -275,6 +276,8 @@ def _by_step(repo: Repo, run: str, step: int) -> CheckpointId:
         id = CheckpointId(*place, step)
         if repo.exists(id):
             return id
+    for place in places:
+        _refuse_lost(repo, CheckpointId(*place, step))
     there = [CheckpointId(*place, other) for place in places for other in repo.steps(*place)]
     nearest = (id.step for id in sorted(there, key=lambda id: abs(id.step - step)) if repo.exists(id))
     near = sorted(islice(dict.fromkeys(nearest), 5))
@@ -293,6 +296,7 @@ def _existing(repo: Repo, id: CheckpointId) -> CheckpointId:
         return id
     if not repo.attempts(id.run):
         raise _none_in(repo, id.run)
+    _refuse_lost(repo, id)
     newest = islice(Stretch(id.run, id.attempt, None).committed(repo), 10)
     there = ", ".join(str(one.step) for one in newest) or "none"
     raise CheckpointNotFound(
@@ -300,6 +304,17 @@ def _existing(repo: Repo, id: CheckpointId) -> CheckpointId:
         subject=str(id),
         hint=f"{typed('tenuto', 'ls', repo.url)} shows all",
     )
+
+
+def _refuse_lost(repo: Repo, id: CheckpointId) -> None:
+    """Raises CheckpointNotFound for a checkpoint that has lost its manifest."""
+    why = Witnesses(repo, [id.run]).lost(id)
+    if why:
+        raise CheckpointNotFound(
+            f"checkpoint {id} is damaged: its manifest is missing ({why})",
+            subject=str(id),
+            hint=f"{typed('tenuto', 'repair', repo.url, '--from', 'BACKUP')} brings it back from a copy",
+        )
 
 
 def _none_in(repo: Repo, run: str) -> RunNotFound | CheckpointNotFound:

@@ -10,11 +10,12 @@ import secrets
 from collections.abc import Callable, Iterable
 
 from tenuto.crashpoints import crashpoint
-from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError
+from tenuto.errors import AlreadyExists, CorruptionError, ObjectNotFound, StoreError, typed
 from tenuto.model.ids import CheckpointId
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_ABORTED, Aborted, encode_aborted
 from tenuto.repo.format.small_records import decode_begin
+from tenuto.repo.lost import Witnesses
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import final_name, is_leftover, is_unreadable
 
@@ -99,8 +100,8 @@ def close_unfinished(repo: Repo, run: str, attempt: int, *, by: str, owner_dead:
 
 
 def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, report: Report) -> bool:
-    """Closes and frees a save, unless it is a checkpoint, in the trash, or freed already. Returns whether it is a
-    checkpoint that its own process has committed.
+    """Closes and frees a save, unless it is a checkpoint, in the trash, or freed already, or has lost its manifest.
+    Returns whether it is a checkpoint that its own process has committed.
 
     A checkpoint whose removal broke off after its manifest was gone looks the same, and is freed the same way.
     """
@@ -114,6 +115,11 @@ def close_save(repo: Repo, id: CheckpointId, *, by: str, owner_dead: bool, repor
                 return False
             save_id = _save_id(repo, id)
             if save_id is None:
+                return False
+            lost = Witnesses(repo, [id.run]).lost(id)
+            if lost:
+                back = typed("tenuto", "repair", repo.url, "--from", "BACKUP")
+                report(f"{id} has lost its manifest ({lost}) and is left as it is; `{back}` brings it back from a copy")
                 return False
             if not abort(repo, id, save_id, by=by):
                 return True

@@ -100,7 +100,7 @@ def manifests(where: Path) -> dict[int, Manifest]:
 
 def freed(where: Path) -> int:
     repo = Repo.open(open_store(where))
-    while execute(repo, plan_gc(repo, now=True)).deleted:
+    while execute(repo, plan_gc(repo, now=True, force=True)).deleted:
         pass
     return usage_of(repo).stored
 

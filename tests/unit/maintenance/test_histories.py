@@ -145,6 +145,9 @@ class Histories(RuleBasedStateMachine):
     def save(self, data: st.DataObject, until: str) -> None:
         run = data.draw(st.sampled_from(sorted(self.live)))
         self.step += 1
+        for before in [id for id in self.open if (id.run, id.attempt) == (run, self.live[run].number)]:
+            abort(self.world.repo, before, "0" * 32)  # an attempt begins no save before the last one has ended
+            del self.open[before]
         id = self.world.save(self.live[run], self.step, until=until)
         if until == "commit":
             self.model.manifests[id] = self.world.repo.manifest_bytes(id)

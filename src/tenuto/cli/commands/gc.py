@@ -40,7 +40,7 @@ def gc(
     ] = None,
     now: Annotated[bool, typer.Option("--now", help="Free everything at once, without a grace.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="With --now: also the last checkpoint of a run that can be restored.")
+        bool, typer.Option("--force", help="With --now: also a run's last checkpoint, and what has lost its manifest.")
     ] = False,
     dry_run: options.DryRun = False,
     yes: options.Yes = False,

@@ -14,13 +14,15 @@ from tenuto.repo.format.objects import Fields, checkpoint_json
 @record
 class Begin:
     """A save that begins. `names`: the files it will write in the checkpoint's directory. `parent`: of its attempt.
-    `bases`: the checkpoints of which it may name packs."""
+    `bases`: the checkpoints of which it may name packs. `newest_first`: it is begun before any other of its attempt is
+    committed, and committed after all newer ones."""
 
     id: CheckpointId
     save_id: str
     names: tuple[str, ...]
     parent: CheckpointId | None
     bases: tuple[CheckpointId, ...] = ()
+    newest_first: bool = False
 
 
 @record
@@ -135,6 +137,7 @@ def encode_begin(begin: Begin, repository: str) -> bytes:
         {
             **objects.bases_json(begin.bases),
             "names": sorted(begin.names),
+            **({"newest_first": True} if begin.newest_first else {}),
             "parent": checkpoint_json(begin.parent),
             "save_id": begin.save_id,
         },
@@ -151,7 +154,8 @@ def decode_begin(data: bytes, id: CheckpointId, repository: str) -> Begin:
         raise CorruptionError(f"{name} lists a name twice", subject=name)
     parent = found.checkpoint("parent")
     check_parent(parent, id.run, id.attempt, found)
-    return Begin(id, found.hex("save_id", 32), names, parent, found.bases(id))
+    newest_first = "newest_first" in found.values and found.flag("newest_first")
+    return Begin(id, found.hex("save_id", 32), names, parent, found.bases(id), newest_first)
 
 
 def encode_lease(lease: LeaseRecord, run: str, attempt: int, repository: str) -> bytes:
