@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from unittest import mock
 
 import numpy as np
 
+from campaigns.corruption.repairs import run_repairs
 from campaigns.corruption.units import Unit, run_unit
 from campaigns.simulated_processes import replacing
 from tenuto.engine.read import choose, encoded_chunks
 from tenuto.engine.read.chunk_reader import ChunkReader
 from tenuto.engine.read.encoded_chunks import ChunkDecoder
 from tenuto.errors import CorruptionError, ObjectNotFound
-from tenuto.maintenance import findings, inspect, verify
+from tenuto.maintenance import findings, inspect, repair_plan, verify
+from tenuto.maintenance.census import SaveDirectory
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.repo import repository
 from tenuto.repo.format import objects
+from tenuto.repo.lost import Witnesses
 
 Patch = Callable[[], AbstractContextManager[Any]]
 
@@ -33,6 +36,8 @@ class Bug:
     shapes: tuple[str, ...] = ("chunks", "steps", "loader")
     kinds: tuple[str, ...] = ()
     """The objects that it can be seen at; empty: those that most faults strike."""
+    repair: bool = False
+    """Whether it can be seen at repairs."""
 
 
 @dataclass
@@ -47,6 +52,10 @@ class BugResult:
 def hunt(bug: Bug, seed: int, *, limit: int = 4000, each: int = 100) -> BugResult:
     """Seeds one bug and looks for it, in at most `limit` faults."""
     faults = number = 0
+    if bug.repair:
+        with bug.patch():
+            repairs = run_repairs(limit // 20, seed, names=("backup", "copy"), log=lambda line: None, until_broken=True)
+        return BugResult(bug.name, bug.breaks, bool(repairs.violations), repairs.cases, "".join(repairs.violations[:1]))
     with bug.patch():
         while faults < limit:
             tally = run_unit(Unit(bug.shapes[number % len(bug.shapes)], seed, number, each, bug.kinds))
@@ -302,6 +311,17 @@ def _false_alarm() -> AbstractContextManager[Any]:
     return mock.patch.object(findings, "_strangers", loud)
 
 
+def _every_save_without_a_manifest_was_cut_off() -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(Witnesses, "lost", lambda self, id, known="": ""))
+    stack.enter_context(mock.patch.object(SaveDirectory, "is_whole_but_for_its_manifest", property(lambda self: False)))
+    return stack
+
+
+def _notes_are_not_repaired() -> AbstractContextManager[Any]:
+    return mock.patch.object(repair_plan._Search, "_row", lambda *rest: None)
+
+
 CHUNKS, STEPS, ENCODED = ("chunks",), ("steps",), ("encoded",)
 PACK: Final = ("pack",)
 BUGS: Final = (
@@ -331,6 +351,13 @@ BUGS: Final = (
     Bug("what was removed is not looked at", "undelete breaks its word", _removed_is_no_matter, STEPS, ("pack",)),
     Bug("begin.json is not looked at", "gc would not know its own", _begin_is_no_matter, CHUNKS, ("begin",)),
     Bug("a stranger's file is damage", "verify cries wolf", _false_alarm),
+    Bug(
+        "a missing manifest is a save that was cut off",
+        "gc frees what a backup could mend",
+        _every_save_without_a_manifest_was_cut_off,
+        repair=True,
+    ),
+    Bug("damaged notes stay", "what they said keeps everything for ever", _notes_are_not_repaired, repair=True),
 )
 
 

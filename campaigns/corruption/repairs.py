@@ -29,6 +29,8 @@ from tenuto.codec import choosing
 from tenuto.engine.memory_tier.listing import dead_images, remove_image
 from tenuto.engine.staging import slots
 from tenuto.errors import TenutoError
+from tenuto.maintenance.gc import execute as execute_gc
+from tenuto.maintenance.gc import plan_gc
 from tenuto.maintenance.repair import RepairReport, execute
 from tenuto.maintenance.repair_plan import plan_repair
 from tenuto.maintenance.repair_sources import Sources
@@ -38,7 +40,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.policy import every, keep
 from tenuto.policy.encoding import Encoding
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
-from tenuto.repo.notes import ignore, notes, verification_of
+from tenuto.repo.notes import notes, verification_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
 from tenuto.store.registry import open_store
@@ -109,6 +111,8 @@ def _copy(root: Path, source: np.random.Generator) -> Redundancy:
 def _backup(root: Path, source: np.random.Generator) -> Redundancy:
     made = Redundancy("backup", [root / "home"], full=True, sources=[root / "backup"])
     _train(made, _created(root / "home"), source)
+    for value in (0.5, 0.25):
+        tenuto.Repository(root / "home").add_metrics(2, {"val_loss": value})
     shutil.copytree(root / "home", root / "backup")
     return made
 
@@ -302,8 +306,10 @@ def run_repairs(
     seconds: float | None = None,
     names: tuple[str, ...] = tuple(REDUNDANCIES),
     log: Callable[[str], None],
+    until_broken: bool = False,
 ) -> RepairTally:
-    """Judges `cases` cases in turn over the redundancies, or as many as there is time for."""
+    """Judges `cases` cases in turn over the redundancies, or as many as there is time for, or until one is a
+    violation."""
     tally, source, began = RepairTally(), random.Random(f"repairs {seed}"), time.monotonic()
     with workplace() as root:
         made = {name: build(name, root / name, seed + number) for number, name in enumerate(names)}
@@ -311,6 +317,8 @@ def run_repairs(
             one = made[names[tally.cases % len(names)]]
             strike(one, root / one.name, source, tally)
             tally.cases += 1
+            if until_broken and tally.violations:
+                break
             if not tally.cases % 50:
                 log(f"{tally.cases:,} cases, {tally.repaired:,} objects repaired, {len(tally.violations)} violations")
     return tally
@@ -371,7 +379,7 @@ def strike(one: Redundancy, root: Path, source: random.Random, tally: RepairTall
 
 def _is_a_removal(one: Redundancy, path: Path, kind: str) -> bool:
     """Returns whether deleting a file is what somebody may do: then nothing has to bring it back."""
-    if path.is_relative_to(one.primary) and kind in ("manifest", "note"):
+    if path.is_relative_to(one.primary) and kind == "note":
         return True
     # Tiers and nodes keep what they like of what another place has; `tenuto replicate` brings what they lack.
     return (one.name in ("tiers", "nodes") and kind == "pack") or (
@@ -402,6 +410,12 @@ def _judge(
     one: Redundancy, root: Path, struck: Mapping[Path, str], *, alone: bool, tally: RepairTally
 ) -> Iterator[str]:
     repo = Repo.open(open_store(one.primary), report=lambda message: None)
+    if any(_kind(path) == "manifest" and path.is_relative_to(one.primary) and not path.exists() for path in struck):
+        # Whoever has no room left asks for all that nothing needs, before anybody looks for damage.
+        freed = execute_gc(repo, plan_gc(repo, now=True)).deleted
+        if freed:
+            yield f"gc has freed {', '.join(map(str, freed))}, of which the manifest alone was missing"
+            return
     try:
         with Sources.of(repo, one.sources) as sources:
             plan = plan_repair(sources)
@@ -441,7 +455,7 @@ def _claims(one: Redundancy, repo: Repo, report: RepairReport, changed: list[Pat
         id = next((found for found in _ids(repo) if found.step == step), None)
         if id is None:
             continue
-        state = verification_of(notes(repo, id, report=ignore))
+        state = verification_of(notes(repo, id))
         if id in again.damaged() and (id not in lost or state != "suspect"):
             yield f"{id} cannot be restored, and is not quarantined ({state or 'no note'})"
         if id not in again.damaged() and state == "suspect":

@@ -181,6 +181,11 @@ BUGS: tuple[Bug, ...] = (
         _facts(lambda facts: replace(facts, suspect=False)),
     ),
     Bug(
+        "a damaged note is passed over",
+        "what it may have called the best, or whole, is gone",
+        _facts(lambda facts: replace(facts, unread="")),
+    ),
+    Bug(
         "noted metrics not read",
         "the best by a metric that came late is gone",
         _function(gathering, "with_notes", lambda logged, told: dict(logged)),

@@ -85,8 +85,6 @@ class History:
         self.step = 0
         self.copies = 0
         self.catalog: Catalog | None = None
-        self.unnoticed = False
-        """Whether a manifest was damaged that the catalog remembers as whole: policies then judge by what it said."""
         self.processes = random.Random(f"{seed}/processes")
         self.rollbacks = random.Random(f"{seed}/rollbacks")
         self.remembers = self.processes.random() < 0.7
@@ -95,7 +93,7 @@ class History:
     def begin_process(self) -> None:
         """Most histories keep one catalog over its rounds of retention, as a process that trains does."""
         self.catalog = self.world.repo.observer = Catalog() if self.remembers else None
-        self.unnoticed = False
+        self.oracle.unnoticed = False
 
     def run(self) -> None:
         try:
@@ -175,22 +173,39 @@ class History:
     def verify(self) -> None:
         known = self.any()
         if known is not None:
-            kind = self.random.choice(("verified", "verified", "suspect"))
-            self.note(known.id, kind, {})
-            known.verdict = kind
+            known.verdict = self.verify_one(known)
+
+    def verify_one(self, known: Known) -> str:
+        kind = self.random.choice(("verified", "verified", "suspect"))
+        self.note(known.id, kind, {})
+        return kind
 
     def log_late(self) -> None:
         known = self.any()
         if known is not None:
-            noted = self.metrics()
-            self.note(known.id, "metric", {name: tag_number(value) for name, value in noted.items()})
-            known.noted.update(noted)
+            known.noted.update(self.log_late_of(known))
+
+    def log_late_of(self, known: Known) -> dict[str, float]:
+        noted = self.metrics()
+        self.note(known.id, "metric", {name: tag_number(value) for name, value in noted.items()})
+        return noted
 
     def note(self, id: CheckpointId, kind: str, body: dict[str, Any]) -> None:
         add_note(self.world.repo, id, kind, body)
 
     def damage(self) -> None:
         self.damage_one(self.any())
+
+    def damage_note(self) -> None:
+        """Damages the last note of a checkpoint, which retention has not read yet. It had said anything: what a person
+        measured, or that the checkpoint was found whole, or damaged."""
+        known = self.any()
+        if known is None or known.damaged or known.unread:
+            return
+        self.random.choice((self.log_late_of, self.verify_one))(known)
+        directory = object_names.notes_directory(known.id)
+        self.world.damage(max((name for name in self.world.objects if name.startswith(f"{directory}/")), key=_number))
+        known.unread = True
 
     def damage_relied_on(self) -> None:
         """Damages what retention relies on after it has read it, and lets retention run: the newest checkpoint of a
@@ -212,7 +227,7 @@ class History:
                 if self.processes.random() < 0.2 or known.id in self.catalog._unseen:
                     self.begin_process()
                 else:
-                    self.unnoticed = True
+                    self.oracle.unnoticed = True
 
     def refer(self) -> None:
         """Pins, tags or holds; a tag moves. Refused is only what is being removed."""
@@ -297,7 +312,7 @@ class History:
             plan = retention.plan_retention(self.world.repo, attempt, policy, self.catalog)
             retention.execute(self.world.repo, attempt, plan, catalog=self.catalog)
         what = f"{policy!r} of {attempt}{' (superseded: I11)' if superseded else ''}"
-        if self.unnoticed:
+        if self.oracle.unnoticed:
             if not superseded:
                 goes = {id for id in self.oracle.there if id.run == run} - self.oracle.protected().keys()
             vanished = self.after_a_race(goes, attempt, run)
@@ -315,7 +330,7 @@ class History:
                 self.check(self.oracle.walk(name) == expected, f"{what} has changed what leads to latest in {name}")
         trashed = {id for id in vanished if any(is_copy_in_trash(id, name) for name in self.world.objects)}
         self.counts.trashed += len(trashed)
-        if between is None and not self.unnoticed:
+        if between is None and not self.oracle.unnoticed:
             # A second round finds the lines without what the first one has taken: then more may be the newest.
             missing, more = (worth & vanished) - trashed, trashed - worth
             self.check(not missing, f"{what} has freed {sorted(map(str, missing))} of a line left behind at once")
@@ -414,8 +429,13 @@ DOINGS: tuple[Callable[[History], None], ...] = (
     History.copy,
     History.leave,
     History.damage_relied_on,
+    History.damage_note,
 )
-WEIGHTS = (8, 4, 4, 3, 2, 1, 2, 1, 1, 1, 1, 1)
+WEIGHTS = (8, 4, 4, 3, 2, 1, 2, 1, 1, 1, 1, 1, 2)
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("/")[2].removesuffix(".json"))
 
 
 def is_own(id: CheckpointId, name: str) -> bool:

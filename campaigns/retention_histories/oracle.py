@@ -17,7 +17,8 @@ Attempts = tuple[str, int]
 
 @dataclass(slots=True)
 class Known:
-    """One committed checkpoint. `verdict`: what the last verification noted. `damaged`: its manifest cannot be read."""
+    """One committed checkpoint. `verdict`: what the last verification noted. `damaged`: its manifest cannot be read;
+    `unread`: one of its notes cannot be."""
 
     id: CheckpointId
     metrics: dict[str, float]
@@ -25,10 +26,11 @@ class Known:
     noted: dict[str, float] = field(default_factory=dict)
     verdict: str = ""
     damaged: bool = False
+    unread: bool = False
 
     @property
     def whole(self) -> bool:
-        return not self.damaged and self.verdict != "suspect"
+        return not self.damaged and not self.unread and self.verdict != "suspect"
 
     def metric(self, name: str) -> float | None:
         """NaN counts as one."""
@@ -45,6 +47,8 @@ class Oracle:
     """Attempts that no training has claimed."""
     refs: dict[tuple[str, str], CheckpointId] = field(default_factory=dict)
     """By kind and name."""
+    unnoticed: bool = False
+    """Whether a manifest was damaged that the process remembers as whole: policies then judge by what it said."""
 
     def runs(self) -> list[str]:
         return sorted({run for run, _ in self.parents})
@@ -76,6 +80,8 @@ class Oracle:
             for what, found in (("latest", line), ("whole", whole), ("verified", verified)):
                 out.update({id: f"the {what} of run {run}" for id in found[:1]})
         out.update({id: f"{kind} {name}" for (kind, name), id in self.refs.items()})
+        unread = (id for id, known in self.there.items() if known.unread or (known.damaged and not self.unnoticed))
+        out.update(dict.fromkeys(unread, "not judged"))
         return out
 
     def worth_a_day(self, run: str, bests: Sequence[tuple[str, str]]) -> set[CheckpointId]:

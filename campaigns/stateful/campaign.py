@@ -27,6 +27,7 @@ from tenuto.engine.read import choose, chunk_reader
 from tenuto.history import fork, rollback
 from tenuto.maintenance import (
     checkpoint_copy,
+    facts,
     findings,
     gc,
     remove,
@@ -38,7 +39,7 @@ from tenuto.maintenance import (
 )
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import calendar
-from tenuto.repo import catalog, lineage
+from tenuto.repo import catalog, lineage, lost
 from tenuto.repo.notes import add_note
 from tenuto.repo.ownership import claim
 from tenuto.repo.refs import list_refs
@@ -177,6 +178,16 @@ BUGS: Final = (
     Bug(
         "retention does not ask who rests on what",
         lambda: mock.patch.object(catalog.Snapshot, "needs", lambda self, others: {}),
+        ranks=False,
+    ),
+    Bug(
+        "a damaged note is passed over",
+        lambda: mock.patch.object(facts, "unread", lambda id, noted: ""),
+        ranks=False,
+    ),
+    Bug(
+        "a missing manifest is a save that was cut off",
+        lambda: mock.patch.object(lost.Witnesses, "lost", lambda self, id, known="": ""),
         ranks=False,
     ),
     Bug("a repair puts nothing", lambda: mock.patch.object(repair, "_is_right", lambda one: True), ranks=False),

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from campaigns.stateful.machine import Product
+from campaigns.stateful.world import Process
+from tenuto.maintenance import gc, repair
+from tenuto.maintenance.repair_plan import plan_repair
+from tenuto.maintenance.repair_sources import Sources
+from tenuto.repo.format import object_names
+from tenuto.repo.notes import add_note
+from tenuto.store.memory import MemoryStore
 
 
 class Drawn:
@@ -47,11 +54,53 @@ def gone_back_and_back_again(one: Product) -> None:
     _train(one, "plain", hours=(), back=1)
 
 
+def a_damaged_note(one: Product) -> None:
+    """What a note may have said of a checkpoint is not known while it cannot be read: retention keeps it."""
+    _train(one, "plain", hours=(0, 0, 0))
+    first, repo = min(one.model.committed), one.world.repo
+    add_note(repo, first, "metric", {"loss": 0.5})
+    (note,) = one.world.names(object_names.notes_directory(first))
+    one.world.flip(note, 60, 1)
+    one.retain(data=Drawn(one.alive[0]), n=1, pinned_between=False)
+    assert repo.exists(first), "what cannot be read is not judged"
+    _repair(one, {})
+    one.world.flip(note, 60, 1)
+
+
+def a_missing_manifest(one: Product) -> None:
+    """Training goes on beside a checkpoint that has lost its manifest, gc leaves it, and a backup brings it back."""
+    _train(one, "plain", hours=(0, 0))
+    last, repo = max(one.model.committed), one.world.repo
+    one.end(data=Drawn(one.alive[0]), killed=False)
+    backup = dict(one.world.store.place.objects)
+    del one.world.store.place.objects[last.manifest]
+    gc.execute(repo, gc.plan_gc(repo, now=True))
+    process = Process(one.world, last.run)
+    process.open("latest", takeover=False)
+    process.save()
+    process.close()
+    there = {name for name in backup if name.startswith(f"{last.directory}/")}
+    assert there - {last.manifest} == set(one.world.names(last.directory)), "nothing of it was freed"
+    _repair(one, backup)
+    assert repo.exists(last), "the backup has it"
+    one.world.store.place.objects.clear()
+    one.world.store.place.objects.update(backup)  # the model knows nothing of what has followed
+
+
+def _repair(one: Product, backup: Mapping[str, Any]) -> None:
+    copy = MemoryStore(f"backup of {one.world.store.name}")
+    copy.place.objects.update(backup)
+    with Sources.of(one.world.repo, [copy.url] if backup else []) as sources:
+        repair.execute(sources, plan_repair(sources))
+
+
 DIRECTED: Final[Sequence[Callable[[Product], None]]] = (
     others_rest_on_what_goes,
     renamed_and_collected,
     hours_apart,
     gone_back_and_back_again,
+    a_damaged_note,
+    a_missing_manifest,
 )
 
 

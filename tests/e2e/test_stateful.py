@@ -48,6 +48,8 @@ def test_directed_histories_hold() -> None:
         "retention does not ask who rests on what",
         "ages count from what was saved last",
         "a step is the newest attempt's",
+        "a damaged note is passed over",
+        "a missing manifest is a save that was cut off",
     ],
 )
 def test_a_seeded_bug_contradicts_a_directed_history(name: str) -> None:

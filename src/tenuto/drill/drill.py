@@ -36,7 +36,7 @@ from tenuto.model.sizes import seconds_of
 from tenuto.record import record
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import resolve, walk
-from tenuto.repo.notes import add_note, ignore, last_proof, notes
+from tenuto.repo.notes import add_note, last_proof, notes
 from tenuto.repo.replicated.places import all_places, followers_of
 from tenuto.repo.repository import Repo, now_text
 from tenuto.store.contract import Where
@@ -276,7 +276,7 @@ def _newest_first(repo: Repo, run: str) -> Iterator[CheckpointId]:
 
 def proven_of(repo: Repo, id: CheckpointId) -> ProvenRestore | None:
     """Returns a checkpoint's newest proof; None where it has none, or has been found damaged since."""
-    proof = last_proof(notes(repo, id, report=ignore))
+    proof = last_proof(notes(repo, id))
     return None if proof is None else ProvenRestore.of(id, proof.body)
 
 

@@ -26,7 +26,7 @@ from tenuto.record import record
 from tenuto.repo.best import is_healthy, outline
 from tenuto.repo.keys import unlock
 from tenuto.repo.lineage import line_of
-from tenuto.repo.notes import ignore, last_of, notes, verification_of, with_notes
+from tenuto.repo.notes import last_of, notes, unread, verification_of, with_notes
 from tenuto.repo.refs import list_refs
 from tenuto.repo.repository import Repo
 from tenuto.state.restore.selection import Selection
@@ -176,7 +176,7 @@ def by_query(repo: Repo, text: str) -> Test:
         manifest = outline(repo, id)
         if manifest is None:
             return "skip", "its manifest cannot be read"
-        noted = notes(repo, id, report=ignore)
+        noted = notes(repo, id)
         found = with_notes(manifest.metrics, noted)
         why = ", ".join(f"{name} {found[name]:.4g}" for name in metrics if name in found)
         lacking = [name for name in metrics if math.isnan(found.get(name, math.nan))]
@@ -203,7 +203,7 @@ def _row(manifest: Manifest, noted: Sequence[Note]) -> dict[str, Any]:
         "created": manifest.created,
         "verified": state == "verified",
         "proven": state != "suspect" and last_of(noted, "proven") is not None,
-        "damaged": state == "suspect",
+        "damaged": state == "suspect" or bool(unread(manifest.id, noted)),
         "healthy": state != "suspect" and is_healthy(manifest),
     }
 

@@ -42,14 +42,14 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST, Summary, decode_manifest, decode_outline, decode_summary
 from tenuto.repo.format.small_records import decode_attempt
 from tenuto.repo.lineage import stretches, walk
-from tenuto.repo.notes import ignore, notes, with_notes
+from tenuto.repo.notes import last_of, notes, unread, verification_of, with_notes
 from tenuto.repo.refs import is_name as is_run
 from tenuto.repo.refs import list_refs
 from tenuto.repo.replicated.places import home_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import is_unreadable
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the tables below: a file with another one is thrown away."""
 COMPLETE_EVERY_S: Final = 3600.0
 RACY_NS: Final = 2_000_000_000
@@ -123,7 +123,7 @@ class CatalogCache:
     """The catalog of one repository. `report` is called with what takes long, or was thrown away. `kept`: False for one
     that is made for this once."""
 
-    def __init__(self, repo: Repo, *, report: Report = ignore, kept: bool = True) -> None:
+    def __init__(self, repo: Repo, *, report: Report = lambda message: None, kept: bool = True) -> None:
         self._repo = repo
         self._report = report
         self._changed: set[str] = set()
@@ -333,7 +333,7 @@ class CatalogCache:
             if isinstance(error, StoreError) and not is_unreadable(error):
                 raise
             data = error
-        noted = notes(self._repo, id, report=ignore) if self._may_have_notes(sign) else []
+        noted = notes(self._repo, id) if self._may_have_notes(sign) else []
         found[id] = (sign, data, noted)
 
     @gc_paused
@@ -349,17 +349,16 @@ class CatalogCache:
             last += 1
             self._changed.add(id.run)
             whole = read if isinstance(read, Summary) else None
-            kinds = [note.kind for note in noted if note.kind in ("verified", "proven", "suspect")]
-            said = kinds[-1] if kinds else ""
+            said, damaged = verification_of(noted), whole is None or bool(unread(id, noted))
             created = whole.created if whole else ""
             sizes = (whole.bytes, whole.stored, whole.leaves, whole.ranks) if whole else (None,) * 4
             modes = json.dumps(modes_of(whole), sort_keys=True) if whole else "{}"
             rows.append(
                 (
                     *(last, id.run, id.attempt, id.step, sign, *sizes, seconds_of(created), created, modes),
-                    said in ("verified", "proven") and whole is not None,
-                    "proven" in kinds and said != "suspect",
-                    *(whole is None or said == "suspect", "left", False, ""),
+                    said == "verified" and whole is not None,
+                    last_of(noted, "proven") is not None and said != "suspect",
+                    *(damaged or said == "suspect", "left", False, ""),
                     whole is not None and whole.healthy,
                 )
             )
@@ -517,7 +516,7 @@ def query(
     limit: int | None = None,
     *,
     refresh: bool = False,
-    report: Report = ignore,
+    report: Report = lambda message: None,
 ) -> list[Row]:
     """Returns the checkpoints that match, by the catalog of this user, after a look at the repository: a complete one
     with `refresh`, and where all of them are asked for. Raises as `CatalogCache.query` and `refresh`."""

@@ -28,7 +28,7 @@ from tenuto.repo.best import (
     recorded_mode,
 )
 from tenuto.repo.lineage import resolve
-from tenuto.repo.notes import ignore, notes
+from tenuto.repo.notes import notes
 from tenuto.repo.repository import Repo
 from tenuto.state.restore.rebuild import plain
 from tenuto.state.tree import LEAVES, OWN, children, kind_of
@@ -103,7 +103,7 @@ def compare(repo: Repo, ids: Sequence[CheckpointId], selector: BestSelector | No
 
     def read_one(id: CheckpointId) -> None:
         manifest = repo.manifest(id)
-        read[id] = manifest, measured_of(id, manifest, notes(repo, id, report=ignore))
+        read[id] = manifest, measured_of(id, manifest, notes(repo, id))
 
     parallel_for(read_one, ids, threads_for(repo).read)
     measured = [read[id][1] for id in ids]

@@ -23,7 +23,7 @@ from tenuto.model.records import FORK, ROLLBACK, AttemptRecord, Note
 from tenuto.record import record
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of, outline
 from tenuto.repo.lineage import Stretch, parent_of, resolve, stretches
-from tenuto.repo.notes import ignore, notes, texts_of, verification_of, with_notes
+from tenuto.repo.notes import notes, texts_of, unread, verification_of, with_notes
 from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.repository import Repo
 
@@ -55,6 +55,8 @@ class Point:
     refs: tuple[Ref, ...] = ()
     texts: tuple[str, ...] = ()
     forks: tuple[str, ...] = ()
+    unread: str = ""
+    """Which note cannot be read, in words: its metrics are not all known."""
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -163,11 +165,14 @@ def timeline(repo: Repo, run: str, *, limit: int | None = None) -> Timeline:
                 health=None if manifest is None else manifest.health,
                 refs=tuple(refs.get(id, ())),
                 texts=texts_of(noted),
+                unread=unread(id, noted),
                 forks=tuple(forks.get(id, ())),
             )
         )
     whole = [one for one in points if not one.damaged]
-    measured = [Measured(one.id, one.metrics, one.checked == "suspect", one.healthy, one.modes) for one in whole]
+    measured = [
+        Measured(one.id, one.metrics, one.checked == "suspect", one.healthy, one.modes, one.unread) for one in whole
+    ]
     turns = tuple(turn for record in records if (turn := _turn(record)) is not None)
     return Timeline(repo.url, run, latest, tuple(points), turns, best_of_each(measured, run), more)
 
@@ -189,7 +194,7 @@ def _read(repo: Repo, ids: Sequence[CheckpointId]) -> dict[CheckpointId, tuple[A
     found: dict[CheckpointId, tuple[Any, list[Note]]] = {}
 
     def read(id: CheckpointId) -> None:
-        found[id] = outline(repo, id), notes(repo, id, report=ignore)
+        found[id] = outline(repo, id), notes(repo, id)
 
     parallel_for(read, ids, threads_for(repo).read)
     return found

@@ -15,7 +15,7 @@ from tenuto.policy.keep import CheckpointFacts
 from tenuto.repo.bases import forks_besides
 from tenuto.repo.catalog import Catalog, CatalogEntry, Snapshot
 from tenuto.repo.lineage import walk
-from tenuto.repo.notes import verification_of, with_notes
+from tenuto.repo.notes import unread, verification_of, with_notes
 from tenuto.repo.refs import Ref, list_refs
 from tenuto.repo.repository import Repo
 
@@ -32,7 +32,7 @@ def gather_facts(
     repo: a snapshot, whose listings and memory are used, or a repository that is read anew.
     without: checkpoints that are left out, as if they were not there.
     copying: those that are being copied, with the name of the tier.
-    Raises CorruptionError where a ref cannot be read: it may name any of them.
+    Where a ref cannot be read it may name any of them, so that none is judged.
     """
     snapshot = repo if isinstance(repo, Snapshot) else Catalog().snapshot(repo, run)
     # Before the walk: what commits between the two is not judged yet. The other way round it would seem left behind.
@@ -44,7 +44,8 @@ def gather_facts(
     )
     ids = {id: None for id in there if id not in without}
     refs: dict[CheckpointId, list[Ref]] = {}
-    for ref in list_refs(snapshot):
+    damaged: list[str] = []
+    for ref in list_refs(snapshot, damaged=damaged.append):
         refs.setdefault(ref.id, []).append(ref)
     line = {id: place for place, id in enumerate(id for id in walk(snapshot, run, known=ids) if id not in without)}
     needed: dict[CheckpointId, list[str]] = {}
@@ -59,6 +60,7 @@ def gather_facts(
     for id, entry in entries.items():
         noted = snapshot.notes(id)
         note = verification_of(noted)
+        unreadable = f"{id.manifest} cannot be read" if entry is None else unread(id, noted)
         named = refs.get(id, ())
         facts = CheckpointFacts(
             id=id,
@@ -77,6 +79,7 @@ def gather_facts(
             bases=() if entry is None else entry.bases,
             forked_from=_other_run(run, entry),
             rolled_back=id.attempt in rolled_back,
+            unread=unreadable or (f"{damaged[0]}, and may name it" if damaged else ""),
         )
         found.append(facts)
     return found
@@ -107,6 +110,7 @@ def _after_rollbacks(repo: Repo, run: str, entries: Mapping[CheckpointId, Catalo
             try:
                 record = repo.find_attempt(run, number)
             except CorruptionError:
+                found.add(attempt)  # it may say so: then the first one after it stays
                 break
             if record is None:
                 continue  # a copied directory, which nobody has claimed
@@ -150,8 +154,11 @@ def _first_in(snapshot: Snapshot, line: Iterable[CheckpointId], states: Collecti
 
 
 def _state(snapshot: Snapshot, id: CheckpointId) -> str:
-    """Returns verified, suspect (also where the manifest is damaged) or, where nothing was noted, an empty string."""
-    return "suspect" if snapshot.entry(id) is None else verification_of(snapshot.notes(id))
+    """Returns verified, suspect (also where the manifest or a note cannot be read) or, where nothing was noted, an
+    empty string."""
+    if snapshot.entry(id) is None or unread(id, noted := snapshot.notes(id)):
+        return "suspect"
+    return verification_of(noted)
 
 
 def _needed_elsewhere(snapshot: Snapshot, run: str) -> Iterator[tuple[CheckpointId, str]]:

@@ -3,13 +3,13 @@ trash, unfinished saves, copies, foreign objects and leftovers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from tenuto.errors import CorruptionError, ObjectNotFound, UsageError, typed
-from tenuto.maintenance.census import AttemptDirectory, Census, SaveDirectory, census_of, everything
+from tenuto.maintenance.census import AttemptDirectory, Census, SaveDirectory, everything
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord, Json
@@ -43,6 +43,8 @@ class Finding:
     """Bytes from the object's first byte."""
     harms_restore: bool = True
     """Whether the state cannot be restored bit for bit because of it (errors only)."""
+    removed: bool = False
+    """Whether it lies in the trash: nothing that is kept is damaged, and `undelete` refuses what is."""
     unseen: int = 0
     """The number of packs that were not read because they may be on a node out of reach."""
 
@@ -56,16 +58,16 @@ def repository_findings(repo: Repo, census: Census, checked: frozenset[Checkpoin
     """Yields findings about everything but the checkpoints in `checked`. Foreign objects are never errors."""
     yield from _identity(repo)
     copies: set[tuple[str, int]] = set()
-    lost = LostManifests()
+    named: dict[CheckpointId, str] = {}
     resting = {base: save.id for save in census.saves.values() for base in save.bases}
     for attempt in census.attempts.values():
-        yield from attempt_findings(repo, attempt, copies, lost)
-    yield from _refs(repo, census, lost)
+        yield from attempt_findings(repo, attempt, copies, named)
+    yield from _refs(repo, census, named)
     yield from _keys(repo, census)
     for save in census.saves.values():
         # The inspection of a checkpoint has reported the rest.
         if save.id not in checked or save.state not in ("committed", "damaged"):
-            yield from _save(repo, census, save, copies, lost, needed_by=resting.get(save.id))
+            yield from _save(repo, census, save, copies, named, needed_by=resting.get(save.id))
         yield from _around(save, needed=save.state == "removed" and save.id in resting)
     yield from _seals(repo, census)
     yield from _strangers(census.foreign)
@@ -98,7 +100,7 @@ def _save(
     census: Census,
     save: SaveDirectory,
     copies: set[tuple[str, int]],
-    lost: LostManifests,
+    named: Mapping[CheckpointId, str],
     *,
     needed_by: CheckpointId | None = None,
 ) -> Iterator[Finding]:
@@ -106,28 +108,22 @@ def _save(
     attempt = census.attempts.get((save.id.run, save.id.attempt))
     place = save.id.directory
     if save.state == "copied" or (save.id.run, save.id.attempt) in copies:
-        why = _not_harmless(repo, census, save, lost)
+        why = _not_harmless(repo, census, save, named)
         strange = save.origin is not None and save.origin.repository != repo.id
         kind = "a directory of another repository" if strange else "a copied directory"
         message = f"{kind}, never chosen, kept or deleted: {save.message}{why}"
         severity: Severity = "error" if strange or why else "info"
         yield Finding(save.id, severity, message, object=place, harms_restore=False)
         return
-    if save.state == "damaged":
+    if save.lost:
+        yield Finding(save.id, "error", f"is missing: {save.lost}", object=save.id.manifest)
+    elif save.state == "damaged":
         yield Finding(save.id, "error", save.message, object=place, harms_restore=save.has(object_names.MANIFEST))
     elif save.state == "unfinished":
-        why = lost.evidence(save)
-        if why:
-            # The census takes time: a removal, or a save, that ended meanwhile is no loss.
-            now = census_of(repo, save.id)
-            if now.state != "unfinished" or not lost.evidence(now):
-                return
-            member = member_in(home_of(repo.store))
-            if member is not None and member.copy:
-                again = typed("tenuto", "replicate", member.home, repo.url)
-                yield Finding(save.id, "info", f"not all of it is copied yet: `{again}` continues", object=place)
-                return
-            yield Finding(save.id, "error", f"is missing: {why}", object=save.id.manifest)
+        member = member_in(home_of(repo.store))
+        if member is not None and member.copy:
+            again = typed("tenuto", "replicate", member.home, repo.url)
+            yield Finding(save.id, "info", f"not all of it is copied yet: `{again}` continues", object=place)
         else:
             yield Finding(save.id, "info", f"an unfinished save ({nbytes} bytes)", object=place)
     elif save.state == "closed" and any(True for _ in save.own()):
@@ -142,10 +138,10 @@ def _save(
         yield Finding(save.id, "error", message, object=name, harms_restore=False)
 
 
-def _not_harmless(repo: Repo, census: Census, save: SaveDirectory, lost: LostManifests) -> str:
+def _not_harmless(repo: Repo, census: Census, save: SaveDirectory, named: Mapping[CheckpointId, str]) -> str:
     """Returns why a copied directory is no backup that a person has put beside the original; empty if it may be one."""
-    if save.id in lost.named:
-        return f"; it lies in the place of a checkpoint that is lost: {lost.named[save.id]}"
+    if save.id in named:
+        return f"; it lies in the place of a checkpoint that is lost: {named[save.id]}"
     origin = save.origin
     original = save_of(origin.path) if origin is not None and origin.repository == repo.id else None
     displaced = census.saves.get(original) if original is not None else None
@@ -161,6 +157,7 @@ def _seals(repo: Repo, census: Census) -> Iterator[Finding]:
     for save in census.saves.values():
         entries += [(entry, entry.name) for entry in (*save.tombstones, *save.marks)]
         entries += [(entry, save.id.manifest) for entry in save.trash]
+    trash = {entry.name for save in census.saves.values() for entry in save.trash}
     for entry, path in entries:
         data = _get(repo, entry.name, MAX_MANIFEST)
         if data is None:
@@ -168,7 +165,7 @@ def _seals(repo: Repo, census: Census) -> Iterator[Finding]:
         try:
             found = canonical_json.open_seal(data, name=entry.name)
         except CorruptionError as error:
-            yield _error(entry.name, error.message)
+            yield replace(_error(entry.name, error.message), removed=entry.name in trash)
             continue
         origin = objects.origin_in(found, path, repo.id)
         if origin is not None:
@@ -176,7 +173,7 @@ def _seals(repo: Repo, census: Census) -> Iterator[Finding]:
             yield Finding(None, copied, origin.words(repo.id), object=entry.name, harms_restore=False)
 
 
-def _refs(repo: Repo, census: Census, lost: LostManifests) -> Iterator[Finding]:
+def _refs(repo: Repo, census: Census, named: dict[CheckpointId, str]) -> Iterator[Finding]:
     """Yields findings about the versions of refs and of proofs, and about refs to checkpoints that do not exist."""
     rows: dict[str, list[int]] = {}
     for entry in (*census.refs, *census.proofs):
@@ -192,7 +189,7 @@ def _refs(repo: Repo, census: Census, lost: LostManifests) -> Iterator[Finding]:
                 continue
             if id is not None and not repo.exists(id):
                 yield _error(f"refs/{kind}/{name}", f"names {id}, which is not there")
-                lost.named[id] = f"{kind} {name!r} names it"
+                named[id] = f"{kind} {name!r} names it"
 
 
 def _keys(repo: Repo, census: Census) -> Iterator[Finding]:
@@ -234,34 +231,11 @@ def _strangers(entries: Iterable[Entry]) -> Iterator[Finding]:
         yield Finding(None, "info", f"not written by Tenuto{more}; never touched", object=found[0].name or directory)
 
 
-@dataclass(slots=True)
-class LostManifests:
-    """Distinguishes a checkpoint that lost its manifest from a save that never had one, by what else refers to it."""
-
-    named: dict[CheckpointId, str] = field(default_factory=dict)
-    """Checkpoints that are parents of attempts or named by refs, each with the reason."""
-    closed_below: dict[str, int] = field(default_factory=dict)
-    """By run, the highest attempt whose lease says that no unfinished save is left below it."""
-
-    def evidence(self, save: SaveDirectory) -> str:
-        """Returns why this save, which has a begin.json and no manifest, must have had one; empty without evidence."""
-        if save.tombstones:
-            return ""  # a removal that was cut short: the next claim ends it
-        prefix = len(save.id.directory) + 1
-        if any(object_names.is_note(entry.name[prefix:]) for entry in save.entries):
-            return "notes were added to it"
-        if save.id in self.named:
-            return self.named[save.id]
-        complete = save.begin is not None and all(save.has(file) for file in save.begin.names)
-        if complete and save.id.attempt < self.closed_below.get(save.id.run, 0):
-            return "all else of it is there, and a later attempt has closed every unfinished save"
-        return ""
-
-
 def attempt_findings(
-    repo: Repo, found: AttemptDirectory, copies: set[tuple[str, int]], lost: LostManifests
+    repo: Repo, found: AttemptDirectory, copies: set[tuple[str, int]], named: dict[CheckpointId, str]
 ) -> Iterator[Finding]:
-    """Yields findings about the record of an attempt and its lease. Adds a copied directory to `copies`."""
+    """Yields findings about the record of an attempt and its lease. Adds a copied directory to `copies`, and
+    what the attempt began from to `named`."""
     name = object_names.attempt_name(found.run, found.number)
     data = _get(repo, name)
     record: AttemptRecord | None = None
@@ -276,14 +250,12 @@ def attempt_findings(
         else:
             yield _error(name, error.message)
     if record is not None and record.parent is not None:
-        lost.named[record.parent] = f"attempt {found.number} of run {found.run} starts from it"
+        named[record.parent] = f"attempt {found.number} of run {found.run} starts from it"
     for entry in found.leases:
-        yield from _lease(repo, found, entry, record, lost)
+        yield from _lease(repo, found, entry, record)
 
 
-def _lease(
-    repo: Repo, found: AttemptDirectory, entry: Entry, record: AttemptRecord | None, lost: LostManifests
-) -> Iterator[Finding]:
+def _lease(repo: Repo, found: AttemptDirectory, entry: Entry, record: AttemptRecord | None) -> Iterator[Finding]:
     data = _get(repo, entry.name)
     if data is None:
         return
@@ -298,8 +270,6 @@ def _lease(
         yield _error(
             entry.name, f"was not written by the owner of {object_names.attempt_name(found.run, found.number)}"
         )
-    elif lease.closed:
-        lost.closed_below[found.run] = max(found.number, lost.closed_below.get(found.run, 0))
 
 
 def _error(name: str, message: str) -> Finding:

@@ -43,7 +43,7 @@ from tenuto.repo.format.manifest import content_of
 from tenuto.repo.format.safetensors import Header, parse_header
 from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
 from tenuto.repo.format.small_records import decode_attempt, decode_begin
-from tenuto.repo.notes import ignore, notes
+from tenuto.repo.notes import notes
 from tenuto.repo.refs import numbers
 from tenuto.repo.replicated.places import all_places, copies_of, describe_missing_pack, followers_of, unreachable
 from tenuto.repo.repository import Repo
@@ -539,7 +539,7 @@ def _check_notes(repo: Repo, found: Inspection) -> None:
     there = numbers(repo, directory)
     found.findings += numbered_findings(repo, directory, there, found.id)
     try:
-        found.objects += len(notes(repo, found.id, report=ignore))
+        found.objects += len(notes(repo, found.id))
     except StoreError as error:
         found.error(_words(error), error.subject or directory, harms=False)
 

@@ -22,7 +22,7 @@ from tenuto.repo.format import objects
 from tenuto.repo.format.object_names import begin_name
 from tenuto.repo.format.small_records import decode_begin
 from tenuto.repo.lineage import walk
-from tenuto.repo.notes import ignore, notes, verification_of
+from tenuto.repo.notes import UNREADABLE, notes, verification_of
 from tenuto.repo.ownership.owner_watch import Finished, finished_runs, is_finished
 from tenuto.repo.refs import list_refs, pin_name
 from tenuto.repo.repository import Repo
@@ -68,7 +68,7 @@ def _run(repo: Repo, run: str, id: CheckpointId, finished: Finished) -> Iterator
     if first is None:
         return
     whole: CheckpointId | None = first
-    while whole is not None and is_suspect(repo, whole):
+    while whole is not None and verification_state(repo, whole) in ("suspect", UNREADABLE):
         whole = next(line, None)
     if id not in (first, whole):
         return
@@ -87,8 +87,8 @@ def is_suspect(repo: Repo, id: CheckpointId) -> bool:
 
 
 def verification_state(repo: Repo, id: CheckpointId) -> str:
-    """Returns the last verification's verdict: verified, suspect, or empty without one. Ignores damaged notes."""
-    return verification_of(notes(repo, id, report=ignore))
+    """Returns the last verification's verdict, as `verification_of` has it."""
+    return verification_of(notes(repo, id))
 
 
 @record

@@ -34,7 +34,7 @@ from tenuto.record import record
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.object_names import STAGED
-from tenuto.repo.notes import ignore, notes, verification_of
+from tenuto.repo.notes import notes, verification_of
 from tenuto.repo.replicated.places import home_of, reporting_to
 from tenuto.repo.replicated.replica import exists
 from tenuto.repo.repository import Repo
@@ -228,7 +228,9 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
         if not wanted:  # whoever removes it may have passed here already
             store.delete([id.manifest])
         return wanted
-    if missing or not repo.exists(id):
+    if missing:
+        return _put_lost(repo, store, id, data, token)
+    if not repo.exists(id):
         return False
     trash, begin = object_names.trash_directory(id), object_names.begin_name(id)
     before, begun = {entry.name for entry in repo.store.walk(trash)}, exists(store, begin)
@@ -244,6 +246,19 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
     if removed or (begun and not exists(store, begin)):
         store.delete([id.manifest])
     repo.store.delete([copy])
+    return repo.exists(id)
+
+
+def _put_lost(repo: Repo, store: Store, id: CheckpointId, data: bytes, token: str) -> bool:
+    """Puts the manifest of a checkpoint that has lost it, unless that was removed meanwhile."""
+    if not repo.exists(id):
+        if not census_of(repo, id).lost:
+            return False
+        _put_manifest(store, id, data, token)
+        store.settle(id.manifest)
+        gone = not exists(store, object_names.begin_name(id)) or is_tombstoned(repo, id)
+        if gone:  # a removal has come between
+            store.delete([id.manifest])
     return repo.exists(id)
 
 
@@ -316,7 +331,7 @@ def older_with(repo: Repo, id: CheckpointId, paths: Sequence[str] | None) -> Che
     )
     for other in islice(older, _LOOKED_AT):
         try:
-            if verification_of(notes(repo, other, report=ignore)) != "suspect" and _reads(repo, other, paths):
+            if verification_of(notes(repo, other)) != "suspect" and _reads(repo, other, paths):
                 return other
         except (TenutoError, ObjectNotFound):
             continue

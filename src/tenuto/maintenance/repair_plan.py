@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import field
@@ -12,14 +13,14 @@ from tenuto.codec.digest import digest
 from tenuto.engine.read.chunk_reader import scan_threads
 from tenuto.errors import CheckpointNotFound, CorruptionError, FormatTooNew, ObjectNotFound, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
-from tenuto.maintenance.census import census_of
+from tenuto.maintenance.census import census_of, take_census
 from tenuto.maintenance.encoded_copy import resting_on
 from tenuto.maintenance.inspect import Scan, check_pack, inspect, scan
 from tenuto.maintenance.repair_pack import PackRecipe
 from tenuto.maintenance.repair_sources import Sources
 from tenuto.maintenance.tables_again import Found, index_again, manifest_again
 from tenuto.model.ids import CheckpointId
-from tenuto.model.records import Index, IndexEntry, Manifest
+from tenuto.model.records import Index, IndexEntry, Json, Manifest
 from tenuto.record import record
 from tenuto.repo.encoded_places import is_encoded_in
 from tenuto.repo.format import object_names, objects
@@ -27,18 +28,21 @@ from tenuto.repo.format.index import MAX_INDEX, decode_table
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.format.small_records import Begin, decode_attempt, decode_begin, encode_begin
 from tenuto.repo.identity import NAMES, decode, read_identity
-from tenuto.repo.refs import numbers
+from tenuto.repo.notes import FORGOTTEN
+from tenuto.repo.refs import KINDS, is_name, numbers
 from tenuto.repo.replicated.members import node_of
 from tenuto.repo.replicated.places import all_places, home_of, reporting_to, unreachable
-from tenuto.repo.repository import Repo
+from tenuto.repo.repository import Repo, now_text
 from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import Entry, Store, is_leftover, is_unreadable
 
-Kind = Literal["manifest", "table", "pack", "begin", "attempt", "note", "repository", "copy"]
+Kind = Literal["manifest", "table", "pack", "begin", "attempt", "note", "ref", "repository", "copy"]
 """copy: all of a checkpoint in a tier that stores it in another way, which is encoded again."""
 NEEDED: Final[frozenset[Kind]] = frozenset({"manifest", "table", "pack"})
 """What a checkpoint cannot be restored without."""
 REBUILT: Final = "what the other objects say"
+NOBODY: Final = "nobody: it says that it is forgotten"
+"""What gives the bytes of a note or a ref that nothing has, where a person goes on without it."""
 EVERYTHING: Final = "all of its leaves"
 """What is lost with a manifest, or with the table that says where the parts of leaves lie."""
 
@@ -136,9 +140,11 @@ def plan_repair(
     *,
     emitter: Emitter | None = None,
     threads: int | None = None,
+    forget: bool = False,
 ) -> RepairPlan:
     """Reads every byte of the checkpoints (`ids` None: of all), of those whose data files they use, and of the sources
-    that what is damaged needs. Writes nothing.
+    that what is damaged needs. Writes nothing. `forget`: a note or a ref that nothing has is to say so in its place,
+    and nobody waits for it any more.
 
     Raises CheckpointNotFound for an id that does not exist, FormatTooNew, and the error of a store that fails.
     """
@@ -147,13 +153,14 @@ def plan_repair(
     if ids is None:
         runs = ((run, attempt) for run in repo.runs() for attempt in repo.attempts(run))
         ids = [CheckpointId(run, attempt, step) for run, attempt in runs for step in repo.committed(run, attempt)]
-    found = _Search(sources, emitter or Emitter(), threads or scan_threads(repo))
+        ids += [save.id for save in take_census(repo).saves.values() if save.lost]
+    found = _Search(sources, emitter or Emitter(), threads or scan_threads(repo), forget=forget)
     waiting, checked = sorted(set(ids)), []
     with reporting_to(repo.store, lambda message: None):  # the plan says what is damaged where
         while waiting:
             id = waiting.pop(0)
             checked.append(id)
-            if not everything and id in ids and not repo.exists(id):
+            if not everything and id in ids and not (repo.exists(id) or census_of(repo, id).lost):
                 raise CheckpointNotFound(f"no checkpoint {id} at {repo.url}", subject=str(id))
             bases = found.search(id)
             waiting += [base for base in bases if base not in checked and base not in waiting]
@@ -175,7 +182,8 @@ def _nothing() -> Found | None:
 
 
 class _Search:
-    def __init__(self, sources: Sources, emitter: Emitter, threads: int) -> None:
+    def __init__(self, sources: Sources, emitter: Emitter, threads: int, *, forget: bool = False) -> None:
+        self._forget = forget
         self.sources, self.repo = sources, sources.repo
         self.home = home_of(self.repo.store)
         self.places = sources.places()
@@ -226,9 +234,7 @@ class _Search:
         name = object_names.begin_name(id)
         self._small(id, "begin", name, partial(self._is_begin, manifest), rebuild=partial(self._begin, manifest))
         directory = object_names.notes_directory(id)
-        for number in numbers(self.repo, directory):
-            name = object_names.numbered(directory, number)
-            self._small(id, "note", name, partial(_is_object, "note", name, self.repo.id))
+        self._row(id, "note", directory, {"body": {}, "note": FORGOTTEN})
         for place in self.sources.places():
             if place not in self.places:
                 self._encoded(manifest, place)
@@ -290,6 +296,26 @@ class _Search:
         for name in NAMES:
             made = REBUILT, identity[0].encode(name)
             self._small(None, "repository", name, partial(self._is_identity, name), rebuild=partial(_same, made))
+        self.places = self.sources.places()
+        for kind in KINDS:
+            for name in filter(is_name, self.repo.store.children(f"refs/{kind}").directories):
+                self._row(None, "ref", f"refs/{kind}/{name}", {"reason": FORGOTTEN, "to": None})
+
+    def _row(
+        self, id: CheckpointId | None, kind: Literal["note", "ref"], directory: str, forgotten: dict[str, Json]
+    ) -> None:
+        """Looks at objects that are numbered: none is ever removed by itself, so that a gap is a loss."""
+        there = numbers(self.repo, directory)
+        for number in range(1, max(there, default=0) + 1):
+            name = object_names.numbered(directory, number)
+            right = partial(_is_object, kind, name, self.repo.id)
+            self._small(id, kind, name, right, rebuild=partial(self._forgotten, kind, name, forgotten))
+
+    def _forgotten(self, kind: str, name: str, body: dict[str, Json]) -> Found | None:
+        if not self._forget:
+            return None
+        whole = {**body, "created": now_text(), "id": secrets.token_hex(16)}
+        return NOBODY, objects.encode(kind, name, whole, self.repo.id)
 
     def _is_identity(self, name: str, data: bytes) -> bool:
         try:
@@ -303,7 +329,9 @@ class _Search:
         """Returns the manifest, from wherever it is whole; of a removed checkpoint whose data files others use, that in
         the trash."""
         if not self.repo.exists(id):
-            return census_of(self.repo, id).manifest
+            there = census_of(self.repo, id)
+            if not there.lost:
+                return there.manifest
         begun = None
         with suppress(TenutoError):
             begun = decode_begin(
@@ -382,8 +410,10 @@ class _Search:
     def _has_to_have(self, place: int, kind: Kind, name: str) -> bool:
         """Returns whether another place of the repository lacks an object that goes with what it has of the checkpoint.
         A place that is filled in the background, and one that lacks data files, is for `tenuto replicate`."""
+        if kind in ("note", "ref"):
+            return False
         there = self._there[place]
-        if place >= self._followers or kind == "note" or not any(map(object_names.is_pack, there)):
+        if place >= self._followers or not any(map(object_names.is_pack, there)):
             return False
         if any(self.places[place] is store for store in self._every):
             return True

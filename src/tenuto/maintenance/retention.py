@@ -35,6 +35,7 @@ from tenuto.repo.bases import forks_besides
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.format import object_names
 from tenuto.repo.lineage import latest
+from tenuto.repo.notes import judged_without
 from tenuto.repo.ownership.claim import Attempt, claim_newest
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import Tombstone, put_tombstone, still_there, take_back
@@ -74,7 +75,7 @@ class RetentionPlan:
     trash: frozenset[CheckpointId] = frozenset()
     superseded: bool = False
     warnings: tuple[str, ...] = ()
-    """What of the policy cannot be met, in words."""
+    """What of the policy cannot be met, and what cannot be judged, in words."""
 
     @property
     def dropped(self) -> tuple[CheckpointId, ...]:
@@ -177,7 +178,9 @@ def _plan(
     rested_on = {base for verdict in verdicts if verdict.keep for base in snapshot.bases(verdict.id)}
     nbytes = tuple((id, 0 if id in rested_on else _bytes(snapshot, id)) for id in dropped)
     trash = _into_trash(snapshot, run, facts, going, policy=policy, grace=grace)
-    warnings = tuple(policy.warnings(facts))
+    unread = {one.id: one.unread for one in facts if one.unread}
+    kept = judged_without(unread, "kept, since it cannot be judged", snapshot.url)
+    warnings = (*policy.warnings(facts), *([kept] if kept else ()))
     return RetentionPlan(snapshot.url, run, attempt, policy, verdicts, nbytes, grace, trash, warnings=warnings)
 
 

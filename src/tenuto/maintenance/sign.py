@@ -12,7 +12,7 @@ from tenuto.errors import CorruptionError, ObjectNotFound
 from tenuto.maintenance.findings import Finding
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Note
-from tenuto.repo.notes import add_note, ignore, notes
+from tenuto.repo.notes import add_note, notes
 from tenuto.repo.repository import Repo
 from tenuto.seal.signing import SignedObject, Signer, is_signed, statement
 
@@ -49,7 +49,7 @@ def _names(repo: Repo, id: CheckpointId) -> list[str]:
 def signatures(repo: Repo, id: CheckpointId) -> Iterator[tuple[str, list[SignedObject]]]:
     """Yields the public key and the objects of each signature of a checkpoint that is valid. Whether the objects are
     still what was signed, `check_signed` finds."""
-    for note in notes(repo, id, report=ignore):
+    for note in notes(repo, id):
         public, signature = str(note.body.get("public")), str(note.body.get("signature"))
         objects = _signed_objects(note.body.get("objects")) if note.kind == SIGNED else None
         if objects is not None and is_signed(public, signature, statement(repo.id, id.directory, objects)):

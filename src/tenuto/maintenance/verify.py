@@ -26,7 +26,7 @@ from tenuto.maintenance.replica_tidy import targets
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Note
 from tenuto.record import record
-from tenuto.repo.notes import add_note, ignore, notes, verification_of
+from tenuto.repo.notes import add_note, notes, verification_of
 from tenuto.repo.replicated.places import reporting_to, unreachable
 from tenuto.repo.repository import Repo
 
@@ -55,7 +55,8 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        return not self.errors
+        """Returns whether nothing is damaged but what lies in the trash."""
+        return all(finding.removed for finding in self.errors)
 
     @property
     def unseen(self) -> int:
@@ -303,7 +304,7 @@ def _everything_else(
 
 def _notes_of(repo: Repo, id: CheckpointId) -> list[Note]:
     try:
-        return notes(repo, id, report=ignore)
+        return notes(repo, id)
     except StoreError:
         return []  # inspecting the checkpoint reports it
 
@@ -360,7 +361,11 @@ def _verify_removed(
         scan(found, on_bytes=progress.advance, threads=threads)
     if found.findings and census_of(repo, save.id).state != "removed":
         return [], found.bytes_read, found.objects  # brought back or collected meanwhile
-    return [replace(finding, harms_restore=False) for finding in found.findings], found.bytes_read, found.objects
+    return (
+        [replace(finding, harms_restore=False, removed=True) for finding in found.findings],
+        found.bytes_read,
+        found.objects,
+    )
 
 
 def _note(

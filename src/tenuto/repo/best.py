@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field
@@ -16,11 +17,12 @@ from tenuto.errors import (
     UsageError,
     did_you_mean,
 )
+from tenuto.log_lines import log
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest, Note
 from tenuto.record import record
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, Summary, decode_manifest, decode_outline
-from tenuto.repo.notes import ignore, notes, verification_of, with_notes
+from tenuto.repo.notes import judged_without, notes, unread, verification_of, with_notes
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import is_unreadable
 
@@ -62,6 +64,8 @@ class Measured:
     suspect: bool = False
     healthy: bool = True
     modes: Mapping[str, Mode] = field(default_factory=dict)
+    unread: str = ""
+    """What of it cannot be read, in words: then it is not compared."""
 
 
 def best(repo: Repo, run: str, selector: BestSelector) -> CheckpointId:
@@ -69,25 +73,45 @@ def best(repo: Repo, run: str, selector: BestSelector) -> CheckpointId:
 
     Ties go to the newest. NaN is never best, nor is a checkpoint that is known to be damaged, or unhealthy. Raises
     CheckpointNotFound if the run has no checkpoint, MetricNotLogged, naming those that exist, if none has the metric,
-    and UsageError if no mode is given and none is recorded.
+    and UsageError if no mode is given, none is recorded and its name says none. Says on stderr what could not be
+    compared.
     """
-    return best_of(measured(repo, run), selector, run)
+    from tenuto.policy.numbers import direction_of  # a load of the latest needs no policies
+
+    found = measured(repo, run)
+    left_out = not_compared(found, repo.url)
+    if left_out:
+        log(logging.WARNING, f"{BEST}{selector.metric}: {left_out}")
+    won = best_of(found, selector, run)
+    if selector.mode is None and not any(selector.metric in one.modes for one in found):
+        mode = direction_of(selector.metric)
+        log(logging.INFO, f"{BEST}{selector.metric}: the {'highest' if mode == 'max' else 'lowest'}, as its name says")
+    return won
+
+
+def not_compared(found: Sequence[Measured], where: str) -> str:
+    """Returns which checkpoints cannot be compared, why, and what to do, in one line; empty where all can be."""
+    return judged_without({one.id: one.unread for one in found if one.unread}, "not compared", where)
 
 
 def best_of(found: list[Measured], selector: BestSelector, run: str) -> CheckpointId:
-    """Returns the best of `found`, a run's checkpoints in any order. Raises like `best`."""
+    """Returns the best of `found`, a run's checkpoints in any order; what of it cannot be read is left out. Raises like
+    `best`."""
     from tenuto.policy.keep import Best, CheckpointFacts
+    from tenuto.policy.numbers import direction_of
 
     metric = selector.metric
-    newest_first = sorted(found, key=lambda one: (one.id.attempt, one.id.step), reverse=True)
+    compared = [one for one in found if not one.unread]
+    newest_first = sorted(compared, key=lambda one: (one.id.attempt, one.id.step), reverse=True)
     if not newest_first:
         raise CheckpointNotFound(f"run {run!r} has no checkpoint that can be read", subject=run)
     check_metric(newest_first, metric, run)
     with_metric = [one for one in newest_first if metric in one.metrics]
-    mode = selector.mode or recorded_mode(newest_first, metric)
+    mode = selector.mode or recorded_mode(newest_first, metric) or direction_of(metric)
     if mode is None:
         raise UsageError(
-            f"is the lowest {metric} the best or the highest? No keep.best and no on.improve has recorded it",
+            f"is the lowest {metric} the best or the highest? Neither its name says it, nor has a keep.best or an "
+            "on.improve recorded it",
             subject=metric,
             hint=f"{BEST}{metric}:min, or {BEST}{metric}:max",
         )
@@ -141,7 +165,7 @@ def recorded_mode(newest_first: list[Measured], metric: str) -> Mode | None:
 
 
 def measured(repo: Repo, run: str) -> list[Measured]:
-    """Returns the run's checkpoints, newest first, with their metrics. One whose manifest cannot be read is left out.
+    """Returns the run's checkpoints, newest first, with their metrics, also what cannot be compared.
 
     Reads a manifest and the notes of each, and no tree.
     """
@@ -151,14 +175,16 @@ def measured(repo: Repo, run: str) -> list[Measured]:
             id = CheckpointId(run, number, step)
             manifest = outline(repo, id)
             if manifest is not None:
-                found.append(measured_of(id, manifest, notes(repo, id, report=ignore)))
+                found.append(measured_of(id, manifest, notes(repo, id)))
+            elif repo.exists(id):
+                found.append(Measured(id, {}, unread=f"{id.manifest} cannot be read"))
     return found
 
 
 def measured_of(id: CheckpointId, manifest: Manifest, noted: Sequence[Note]) -> Measured:
     """Returns a checkpoint as `best` judges it, by its manifest and its notes, oldest first."""
     metrics, suspect = with_notes(manifest.metrics, noted), verification_of(noted) == "suspect"
-    return Measured(id, metrics, suspect, is_healthy(manifest), modes_of(manifest))
+    return Measured(id, metrics, suspect, is_healthy(manifest), modes_of(manifest), unread(id, noted))
 
 
 def outline(repo: Repo, id: CheckpointId) -> Manifest | None:

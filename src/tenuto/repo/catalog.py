@@ -382,10 +382,10 @@ class Snapshot(Repo):
         return found
 
     def notes(self, id: CheckpointId) -> Sequence[Note]:
-        """Returns the checkpoint's notes, without damaged ones, as they were when its directory was listed."""
+        """Returns the checkpoint's notes as they were when its directory was listed."""
         found = self.directory(id)
         if found.notes is None:
-            found.notes = notes(self, id, report=lambda message: None) if found.has_notes else ()
+            found.notes = notes(self, id) if found.has_notes else ()
         return found.notes
 
     def is_fresh(self, id: CheckpointId) -> bool:

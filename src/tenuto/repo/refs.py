@@ -7,7 +7,7 @@ repository's, not a run's: a tag put again, in whatever run, has moved.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Literal
 
@@ -175,13 +175,22 @@ def is_damaged(repo: Repo, kind: Kind, name: str) -> bool:
     return False
 
 
-def list_refs(repo: Repo, kinds: Sequence[Kind] = KINDS) -> list[Ref]:
-    """Returns every ref that points at a checkpoint, by kind and name. Raises CorruptionError like `read_ref`."""
+def list_refs(repo: Repo, kinds: Sequence[Kind] = KINDS, *, damaged: Callable[[str], None] | None = None) -> list[Ref]:
+    """Returns every ref that points at a checkpoint, by kind and name.
+
+    One that cannot be read may point at any: it raises CorruptionError like `read_ref`, or `damaged` is told which.
+    """
     found = []
     for kind in kinds:
         for name in repo.store.children(f"refs/{kind}").directories:
             if is_name(name):
-                ref = find_ref(repo, kind, name)
+                try:
+                    ref = find_ref(repo, kind, name)
+                except CorruptionError:
+                    if damaged is None:
+                        raise
+                    damaged(f"{kind} {name!r} cannot be read")
+                    continue
                 if ref is not None:
                     found.append(ref)
     return found

@@ -31,7 +31,7 @@ from tenuto.record import record
 from tenuto.repo.best import Measured, Mode, best_of_each, is_healthy, modes_of
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.lineage import latest
-from tenuto.repo.notes import with_notes
+from tenuto.repo.notes import unread, with_notes
 from tenuto.repo.ownership.lease import read_last
 from tenuto.repo.ownership.owner_watch import OwnerWatch
 from tenuto.repo.refs import Ref, list_refs
@@ -282,10 +282,7 @@ def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) ->
     )
     notes = {save.id: snapshot.notes(save.id) for save in saves if save.state == "committed"}
     modes = {save.id: modes_of(save.manifest) for save in saves if save.manifest is not None}
-    try:
-        facts = gather_facts(snapshot, run)
-    except CorruptionError:
-        facts = []  # a ref cannot be read, which the report says
+    facts = gather_facts(snapshot, run)
     facts.sort(key=lambda one: one.age_key, reverse=True)
     protected = protections(facts)
     last = max((save.manifest for save in saves if save.state == "committed" and save.manifest), key=_age, default=None)
@@ -299,6 +296,7 @@ def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) ->
             suspect=_checked(notes[id])[0] == "suspect",
             healthy=is_healthy(save.manifest),
             modes=modes[id],
+            unread=unread(id, notes[id]),
         )
         for save in saves
         if save.state == "committed" and save.manifest is not None and (id := save.id)

@@ -89,7 +89,7 @@ run gpt: 4 checkpoints, 792 KiB
   a0001       8  5 h  198 KiB         0.125       0.5  left behind
   a0001       6                                        DAMAGED
   a0001       4  5 h  198 KiB          0.25       0.5
-  a0001       2                                        not finished
+  a0001       2                                        DAMAGED
 """
     )
 

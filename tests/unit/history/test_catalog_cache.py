@@ -112,7 +112,8 @@ def check(repo: Repo) -> None:
             row = rows[id]
             assert (row.line == "current") == (fact.walk is not None), id
             assert row.latest == (id == latest(repo, run))
-            assert (row.damaged, row.pinned, row.held, row.tags) == (fact.suspect, fact.pinned, fact.held, fact.tags)
+            assert (row.pinned, row.held, row.tags) == (fact.pinned, fact.held, fact.tags)
+            assert row.damaged == (fact.suspect or bool(fact.unread))
             assert row.verified == fact.verified
             assert repr(dict(row.metrics)) == repr(dict(sorted(fact.metrics.items())))
             assert set(row.best) == {metric for metric, won in best.items() if won == id}
@@ -236,7 +237,8 @@ def test_damaged_manifests_records_and_refs(repo: Repo) -> None:
     (root / "runs/vit/README").write_bytes(b"not ours")
     check(repo)
     assert [row.id.step for row in found(repo, "damaged and run == 'gpt'")] == [7]
-    assert [(row.size, row.leaves) for row in found(repo, "damaged", None, 9)] == [(None, None)]
+    assert [row.id.step for row in found(repo, "damaged and run == 'vit'")] == [3], "one of its notes cannot be read"
+    assert [row.size is None for row in found(repo, "damaged", "step", 9)] == [False, True]
 
 
 def test_a_training_that_goes_back_and_forks(tmp_path: Path, cache: Path) -> None:

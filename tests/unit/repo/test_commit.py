@@ -23,7 +23,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.repo.commit import begin, commit
 from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import Aborted, content_digest, leaf_table
-from tenuto.repo.notes import add_note, notes
+from tenuto.repo.notes import UNREADABLE, add_note, notes, unread, with_notes
 from tenuto.repo.ownership.claim import Attempt, claim
 from tenuto.repo.refs import clear_ref, list_refs, put_ref, read_ref
 from tenuto.repo.repository import Repo
@@ -231,19 +231,28 @@ def test_notes_that_race_are_all_kept(repo: Repo, make: Any, monkeypatch: pytest
     assert add_note(repo, id, "metric", {"loss": 1}).number == 2
 
 
-def test_a_damaged_note_is_an_error_or_reported_and_a_copied_one_is_none(repo: Repo, make: Any) -> None:
+def test_a_damaged_note_stands_where_it_was_and_a_copied_one_is_none(repo: Repo, make: Any) -> None:
     make.attempt(1)
     id = make.checkpoint(1, 10)
     for value in (1, 2):
         add_note(repo, id, "metric", {"loss": value})
     make.copy(f"{id.directory}/notes/1.json", f"{id.directory}/notes/7.json")
+    assert unread(id, notes(repo, id)) == ""
     make.damage(f"{id.directory}/notes/1.json")
-    with pytest.raises(CorruptionError) as caught:
-        notes(repo, id)
-    assert caught.value.subject == f"{id.directory}/notes/1.json"
-    told: list[str] = []
-    assert [note.body for note in notes(repo, id, report=told.append)] == [{"loss": 2}]
-    assert len(told) == 1
+    assert [(note.number, note.kind) for note in notes(repo, id)] == [(1, UNREADABLE), (2, "metric")]
+    assert unread(id, notes(repo, id)) == f"{id.directory}/notes/1.json cannot be read"
+    assert with_notes({}, notes(repo, id)) == {"loss": 2}
+
+
+def test_a_note_that_is_missing_below_another_or_replaced_cannot_be_read(repo: Repo, make: Any) -> None:
+    make.attempt(1)
+    id = make.checkpoint(1, 10)
+    for value in (1, 2, 3):
+        add_note(repo, id, "metric", {"loss": value})
+    repo.store.delete([f"{id.directory}/notes/2.json"])
+    assert [note.kind for note in notes(repo, id)] == ["metric", UNREADABLE, "metric"]
+    make.copy(f"{id.directory}/notes/1.json", f"{id.directory}/notes/2.json")
+    assert [note.kind for note in notes(repo, id)] == ["metric", UNREADABLE, "metric"]
 
 
 def test_refs_point_move_and_are_cleared(repo: Repo, make: Any) -> None:

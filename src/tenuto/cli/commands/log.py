@@ -136,7 +136,9 @@ def _marks(found: Timeline, point: Point) -> Iterator[str]:
     yield from (f"best {metric}{of_these}" for metric, id in found.best.items() if id == point.id)
     if point.damaged:
         yield "DAMAGED"
-    if point.checked:
+    if point.unread:
+        yield "A NOTE CANNOT BE READ"
+    elif point.checked:
         yield "SUSPECT" if point.checked == "suspect" else point.checked
     if point.health is not None and not point.healthy:
         yield unhealthy(point.health.leaves)

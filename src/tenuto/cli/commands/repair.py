@@ -44,6 +44,9 @@ def repair(
     salvage: Annotated[
         Path | None, typer.Option("--salvage", metavar="OUT", help="Write the tensors that are whole to this file.")
     ] = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Go on without the notes and tags that nothing has any more.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="With --salvage: replace OUT if it is there.")] = False,
     dry_run: options.DryRun = False,
     yes: options.Yes = False,
@@ -52,8 +55,8 @@ def repair(
 ) -> None:
     """Put back what is damaged, from copies of it.
 
-    Bytes come from the repository's other locations and copies, --from, checkpoints with equal chunks and this
-    machine's memory, each verified. What nobody has is noted as damaged, with the tensors lost (status 12).
+    Bytes come from other locations, copies, --from, equal chunks and this machine's memory, each verified. What nobody
+    has is noted as damaged (status 12).
     """
     from tenuto.events import Emitter
     from tenuto.maintenance.repair import execute
@@ -70,12 +73,15 @@ def repair(
     emitter = Emitter.of([bar])
     with Sources.of(repo, from_ or ()) as sources:
         try:
-            plan = plan_repair(sources, ids, emitter=emitter)
+            plan = plan_repair(sources, ids, emitter=emitter, forget=forget)
         finally:
             bar.close()
         if not json:
             _print_plan(plan)
         report: RepairReport | None = None
+        if not json and not forget and any(one.kind in ("note", "ref") for one in plan.hopeless):
+            way = typed("tenuto", "repair", repo.url, "--forget")
+            output.story(f"hint: until a note or a tag can be read, what it may be about is kept; {way} gives it up")
         wanted = bool(plan.touched or plan.repairs)
         if wanted and not dry_run and (not plan.repairs or agreed(_question(plan), yes=yes)):
             try:

@@ -212,7 +212,7 @@ def _packs_by_place(repo: Repo, manifest: Manifest, loaded: Contents) -> dict[st
 def _damage(notes: Sequence[Note]) -> Iterator[tuple[str, str]]:
     """Yields what is known of damage, and when the checkpoint was last found whole."""
     from tenuto.cli.views.ages import since
-    from tenuto.repo.notes import last_of, verification_of
+    from tenuto.repo.notes import UNREADABLE, last_of, verification_of
     from tenuto.units import size
 
     if verification_of(notes) == "suspect":
@@ -220,6 +220,9 @@ def _damage(notes: Sequence[Note]) -> Iterator[tuple[str, str]]:
         lost = (last := last_of(notes, "suspect")) and last.body.get("leaves")
         if isinstance(lost, list) and lost:
             yield "damaged", ", ".join(map(str, lost))
+    unreadable = last_of(notes, UNREADABLE)
+    if unreadable is not None:
+        yield "damage", f"note {unreadable.number} cannot be read: what judges by notes passes over this checkpoint"
     verified = last_of(notes, "verified")
     if verified is not None:
         nbytes = verified.body.get("bytes")

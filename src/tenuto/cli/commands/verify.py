@@ -181,7 +181,8 @@ def _print(report: VerifyReport) -> None:
 
 def _words(finding: Finding) -> str:
     """Formats a finding: the problem, then its location."""
-    harm = finding.severity == "error"
+    harm = finding.severity == "error" and not finding.removed
+    where = "in the trash, and cannot be brought back: " if finding.removed and finding.severity == "error" else ""
     head = output.styled("DAMAGED", "damaged", sys.stdout) if harm else "note   "
     subject = " ".join(part for part in (str(finding.id) if finding.id else "", finding.leaf or "") if part)
     place = finding.object or ""
@@ -189,7 +190,7 @@ def _words(finding: Finding) -> str:
         place += f" at byte {finding.offset}"
     indent = " " * len("DAMAGED  ")
     about = f"{subject or place}: " if subject or place else ""
-    lines = output.wrap(output.clean(f"{about}{finding.message}"), output.width() - len(indent))
+    lines = output.wrap(output.clean(f"{about}{where}{finding.message}"), output.width() - len(indent))
     if subject and place and place not in finding.message:
         lines.append(f"in {output.clean(place)}")
     return f"{head}  " + f"\n{indent}".join(lines)
@@ -198,6 +199,7 @@ def _words(finding: Finding) -> str:
 def _hint(repo: Repo, report: VerifyReport) -> None:
     damaged = report.damaged()
     if not damaged:
+        output.story(f"hint: {typed('tenuto', 'repair', repo.url, '--dry-run')} shows what can be repaired")
         return
     checked = set(report.checked)
     whole = [id for id in sorted(checked - set(damaged), reverse=True) if id.run == damaged[-1].run]
@@ -227,6 +229,7 @@ def report_json(repo: Repo, report: VerifyReport) -> dict[str, Any]:
                 "object": finding.object,
                 "offset": finding.offset,
                 "harms_restore": finding.harms_restore,
+                "in_trash": finding.removed,
             }
             for finding in report.findings
         ],

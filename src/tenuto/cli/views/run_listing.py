@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tenuto.cli.views.ages import age_s, since
 from tenuto.errors import (
-    CorruptionError,
     RunNotFound,
     StoreError,
     did_you_mean,
@@ -20,7 +19,7 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.record import record
 from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
 from tenuto.repo.format.object_names import NOTES
-from tenuto.repo.notes import verification_of
+from tenuto.repo.notes import unread, verification_of
 from tenuto.units import age, count
 
 if TYPE_CHECKING:
@@ -88,6 +87,11 @@ class RunRow:
         return verification_of(self.notes) == "suspect"
 
     @property
+    def unread(self) -> str:
+        """Which note cannot be read, in words; empty where all could."""
+        return unread(self.id, self.notes)
+
+    @property
     def healthy(self) -> bool:
         return self.health is None or self.health.healthy
 
@@ -105,7 +109,9 @@ class RunRow:
         if self.state == "committed" and not self.on_walk:
             marks.append("left behind")
         verdicts = [note.kind for note in self.notes if note.kind in ("verified", "suspect", "proven")]
-        if verdicts and self.state == "committed":
+        if self.unread and self.state == "committed":
+            marks.append("A NOTE CANNOT BE READ")
+        elif verdicts and self.state == "committed":
             proof = restorable(self.notes)
             marks.append("SUSPECT" if verdicts[-1] == "suspect" else proof or verdicts[-1])
         if self.health is not None and not self.healthy and self.state == "committed":
@@ -288,7 +294,7 @@ def _best(run: str, rows: Sequence[RunRow]) -> dict[str, CheckpointId]:
     """Returns the best of `rows` by each metric whose direction is recorded; none where all of them are NaN."""
     return best_of_each(
         [
-            Measured(row.id, row.metrics, row.suspect, row.healthy, row.modes)
+            Measured(row.id, row.metrics, row.suspect, row.healthy, row.modes, row.unread)
             for row in rows
             if row.state == "committed"
         ],
@@ -436,15 +442,18 @@ def notes_json(notes: Sequence[Note]) -> list[dict[str, Any]]:
 
 
 def refs_of(repo: Repo) -> dict[CheckpointId, tuple[Ref, ...]]:
-    """Returns the tags, pins and holds of each checkpoint that has any; empty if they cannot be read, which `verify`
-    reports."""
+    """Returns the tags, pins and holds of each checkpoint that has any. Says on stderr which cannot be read."""
+    from tenuto.cli.console import output
     from tenuto.repo.refs import KINDS, list_refs
 
     found: dict[CheckpointId, tuple[Ref, ...]] = {}
-    with contextlib.suppress(CorruptionError, StoreError):
+    damaged: list[str] = []
+    with contextlib.suppress(StoreError):
         there = repo.store.children("refs").directories  # most repositories have one kind or none: a listing each
-        for ref in list_refs(repo, [kind for kind in KINDS if kind in there]):
+        for ref in list_refs(repo, [kind for kind in KINDS if kind in there], damaged=damaged.append):
             found[ref.id] = (*found.get(ref.id, ()), ref)
+    if damaged:
+        output.story(f"note: {', '.join(damaged)}: `{typed('tenuto', 'repair', repo.url)}` says what can be done")
     return found
 
 
@@ -468,10 +477,10 @@ def marks_of_refs(refs: Sequence[Ref]) -> Iterator[str]:
 
 
 def notes_of(repo: Repo, id: CheckpointId) -> tuple[Note, ...]:
-    """Returns the checkpoint's notes; none if they cannot be read, which `verify` reports."""
+    """Returns the checkpoint's notes; none if the store does not give them, which `verify` reports."""
     from tenuto.repo.notes import notes
 
     try:
         return tuple(notes(repo, id))
-    except (CorruptionError, StoreError):
+    except StoreError:
         return ()
