@@ -353,6 +353,7 @@ class Care:
         run: str | None = None,
         steps: Iterable[int | str | CheckpointId] | None = None,
         sources: Sequence[Where] = (),
+        forget: bool = False,
     ) -> RepairPlan:
         """Returns what is damaged, and what `repair` would put back from where: every byte is read, and nothing
         written. The arguments are those of `repair`."""
@@ -360,7 +361,7 @@ class Care:
         from tenuto.maintenance.repair_sources import Sources
 
         with Sources.of(self.repo, sources) as found:
-            return plan_repair(found, self._chosen(run, steps), emitter=self._emitter)
+            return plan_repair(found, self._chosen(run, steps), emitter=self._emitter, forget=forget)
 
     def repair(
         self,
@@ -368,13 +369,15 @@ class Care:
         run: str | None = None,
         steps: Iterable[int | str | CheckpointId] | None = None,
         sources: Sequence[Where] = (),
+        forget: bool = False,
     ) -> RepairReport:
         """Puts back what is damaged or missing, of everything or of some checkpoints of `run`, and notes the result.
 
         Bytes come from the repository's other locations and copies, from `sources` (copies or backups of it), from
         checkpoints with equal chunks, and from what a process has left in this machine's memory. Each is verified
         before it is put. What nobody has stays as it is: the report names the leaves that are lost, and an older
-        checkpoint that has them.
+        checkpoint that has them. `forget`: notes and tags that nobody has are given up, so that what they may have been
+        about is judged again.
 
         Raises RepositoryError where this is not the primary, UsageError where a source is another repository,
         CheckpointNotFound, and the error of a store that fails.
@@ -384,7 +387,7 @@ class Care:
         from tenuto.maintenance.repair_sources import Sources
 
         with Sources.of(self.repo, sources) as found:
-            plan = plan_repair(found, self._chosen(run, steps), emitter=self._emitter)
+            plan = plan_repair(found, self._chosen(run, steps), emitter=self._emitter, forget=forget)
             return execute(found, plan, emitter=self._emitter)
 
     def salvage(

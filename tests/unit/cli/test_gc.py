@@ -1,9 +1,14 @@
 import json
 import os
 import re
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
+import tenuto
+from tenuto import every, keep
 from tenuto.cli.console import options
 from tenuto.errors import UsageError
 
@@ -155,3 +160,57 @@ def test_undelete_json(cli, place):
     found = json.loads(cli("undelete", place, "gpt/a0001/2", "--json")[1])
     assert found["schema"] == "tenuto.undelete/1"
     assert found["undeleted"] == [{"run": "gpt", "attempt": 1, "step": 2}]
+
+
+KILLED_IN_A_PUT = """
+import os, sys
+import numpy as np
+import tenuto
+from tenuto import every, keep
+from tenuto.store.local.store import LocalStore
+
+give = LocalStore._give_name
+seen = []
+
+
+def die(self, descriptor, temporary, final, name):
+    if name.endswith(sys.argv[2]):
+        seen.append(name)
+        if len(seen) == int(sys.argv[3]):
+            os.kill(os.getpid(), 9)
+    return give(self, descriptor, temporary, final, name)
+
+
+LocalStore._give_name = die
+with tenuto.Checkpointer(sys.argv[1], {"w": np.arange(4096)}, save=every(steps=1), keep=keep.all()) as ckpt:
+    for _ in ckpt.steps(4):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "time"), [("begin.json", 2), ("manifest.json", 2), ("rank-00000.safetensors", 2), ("lease/1.json", 1)]
+)
+def test_gc_now_frees_what_a_put_of_a_dead_process_has_left_at_once(cli, tmp_path, name, time):
+    place = tmp_path / "ckpts"
+    words = [sys.executable, "-c", KILLED_IN_A_PUT, place, name, str(time)]
+    assert subprocess.run(words, check=False, timeout=120).returncode == -9
+    assert [path.name for path in place.rglob("*.tmp-*")] != []
+    assert cli("gc", place, "--now", "--force", "--yes")[0] == 0
+    assert [path.name for path in place.rglob("*.tmp-*")] == []
+
+
+def test_gc_now_leaves_what_a_living_process_puts(cli, tmp_path):
+    place = tmp_path / "ckpts"
+    with tenuto.Checkpointer(place, {"w": np.arange(4096)}, save=every(steps=1), keep=keep.all()) as ckpt:
+        for _ in ckpt.steps(2):
+            pass
+        attempt = place / "runs/main/a0001"
+        mine = [attempt / f"lease/9.json.tmp-{'0' * 32}", attempt / f"step-00000003/begin.json.tmp-{'0' * 32}"]
+        mine[1].parent.mkdir()
+        for path in mine:
+            path.write_bytes(b"{")
+        assert cli("gc", place, "--now", "--yes")[0] == 0
+        assert all(path.exists() for path in mine)
+    assert cli("gc", place, "--now", "--yes")[0] == 0
+    assert not any(path.exists() for path in mine)

@@ -8,7 +8,6 @@ import pytest
 
 import tenuto
 from tenuto import every, keep
-from tenuto.maintenance.repair_plan import NOBODY
 from tenuto.model.ids import CheckpointId
 
 STATE = {"w": np.arange(4096, dtype=np.float32)}
@@ -94,7 +93,7 @@ def test_a_note_that_nobody_has_is_given_up_by_name(cli, place, caplog):
     assert status == 12 and "--forget gives it up" in err
     assert cli("verify", place)[0] == 12, "repair has changed nothing"
     status, out, _ = cli("repair", place, "--forget", "--yes")
-    assert (status, NOBODY in out) == (0, True)
+    assert status == 0 and "it says that it is forgotten" in out
     assert cli("verify", place)[0] == 0
     train(place, 5)
     assert "cannot be judged" not in caplog.text, "it is judged again, by what is left"

@@ -7,7 +7,6 @@ import pytest
 
 import tenuto
 from tenuto import every, keep, on
-from tenuto.policy.numbers import direction_of
 
 ACCURACY = (0.1, 0.9, 0.3, 0.5, 0.2, 0.4)
 """Of each epoch of five steps."""
@@ -116,7 +115,6 @@ def test_best_goes_by_the_name_where_nothing_is_recorded(tmp_path, caplog):
     ],
 )
 def test_directions_by_the_words_of_a_name(name, direction):
-    assert direction_of(name) == direction
     policy = keep.best(1, name)
     assert f"mode={direction or 'min'!r}" in repr(policy)
     assert f"mode={direction or 'min'!r}" in repr(on.improve(name))
