@@ -377,7 +377,7 @@ class Care:
         checkpoints with equal chunks, and from what a process has left in this machine's memory. Each is verified
         before it is put. What nobody has stays as it is: the report names the leaves that are lost, and an older
         checkpoint that has them. `forget`: notes and tags that nobody has are given up, so that what they may have been
-        about is judged again.
+        about is decided again.
 
         Raises RepositoryError where this is not the primary, UsageError where a source is another repository,
         CheckpointNotFound, and the error of a store that fails.

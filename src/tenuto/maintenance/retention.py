@@ -179,7 +179,7 @@ def _plan(
     nbytes = tuple((id, 0 if id in rested_on else _bytes(snapshot, id)) for id in dropped)
     trash = _into_trash(snapshot, run, facts, going, policy=policy, grace=grace)
     unread = {one.id: one.unread for one in facts if one.unread}
-    kept = judged_without(unread, "kept, since it cannot be judged", snapshot.url)
+    kept = judged_without(unread, "kept without a decision", snapshot.url)
     warnings = (*policy.warnings(facts), *([kept] if kept else ()))
     return RetentionPlan(snapshot.url, run, attempt, policy, verdicts, nbytes, grace, trash, warnings=warnings)
 

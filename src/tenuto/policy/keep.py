@@ -204,7 +204,7 @@ def protections(history: Sequence[CheckpointFacts]) -> dict[CheckpointId, list[s
             *(["held"] if facts.held else []),
             *([f"being copied to {facts.copied_to}"] if facts.copied_to else []),
             *facts.needed_by,
-            *([f"not judged: {facts.unread}"] if facts.unread else []),
+            *([f"undecided: {facts.unread}"] if facts.unread else []),
         ]
         for facts in history
     }
@@ -517,7 +517,7 @@ class Latest(KeepPolicy):
                 if free == 0:
                     opinions[facts.id] = Opinion(False, f"not among {words}{suffix}")
                 elif not facts.counts:
-                    what = "damaged" if facts.suspect else "not judged"
+                    what = "damaged" if facts.suspect else "undecided"
                     opinions[facts.id] = Opinion(True, f"{what}, and newer than the last of {words}{suffix}")
                 else:
                     free -= 1

@@ -49,7 +49,7 @@ def test_training_keeps_what_a_damaged_note_may_have_called_the_best(place, capl
     flip(note_of(place, 2))
     train(place, 7)
     assert there(place) == [1, 2, 7], "step 1 is the best of what could be judged"
-    said = [line for line in caplog.text.splitlines() if "cannot be judged" in line]
+    said = [line for line in caplog.text.splitlines() if "kept without a decision" in line]
     assert len(said) == 1 and "notes/1.json cannot be read" in said[0] and "`tenuto repair " in said[0]
 
 
@@ -63,7 +63,7 @@ def test_training_keeps_one_whose_note_is_missing(place):
 def test_keep_and_best_go_on_without_what_cannot_be_judged(cli, place, caplog):
     flip(note_of(place, 2))
     status, _, err = cli("keep", place, "--best", "1:val_loss:min", "--yes")
-    assert status == 0 and "warning: kept, since it cannot be judged: main/a0001/2" in err
+    assert status == 0 and "warning: kept without a decision: main/a0001/2" in err
     assert there(place) == [1, 2, 4]
     assert tenuto.Repository(place).best("val_loss", mode="min").step == 1
     assert "best:val_loss: not compared: main/a0001/2" in caplog.text
@@ -96,7 +96,7 @@ def test_a_note_that_nobody_has_is_given_up_by_name(cli, place, caplog):
     assert status == 0 and "it says that it is forgotten" in out
     assert cli("verify", place)[0] == 0
     train(place, 5)
-    assert "cannot be judged" not in caplog.text, "it is judged again, by what is left"
+    assert "kept without a decision" not in caplog.text, "it is judged again, by what is left"
 
 
 def test_a_damaged_tag_keeps_everything_until_it_is_repaired(cli, place, tmp_path, caplog):

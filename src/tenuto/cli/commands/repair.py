@@ -45,7 +45,7 @@ def repair(
         Path | None, typer.Option("--salvage", metavar="OUT", help="Write the tensors that are whole to this file.")
     ] = None,
     forget: Annotated[
-        bool, typer.Option("--forget", help="Go on without the notes and tags that nothing has any more.")
+        bool, typer.Option("--forget", help="Give up the notes and tags that nothing has any more.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="With --salvage: replace OUT if it is there.")] = False,
     dry_run: options.DryRun = False,
@@ -56,7 +56,7 @@ def repair(
     """Put back what is damaged, from copies of it.
 
     Bytes come from other locations, copies, --from, equal chunks and this machine's memory, each verified. What nobody
-    has is noted as damaged (status 12).
+    has is noted (status 12).
     """
     from tenuto.events import Emitter
     from tenuto.maintenance.repair import execute

@@ -222,7 +222,7 @@ def _damage(notes: Sequence[Note]) -> Iterator[tuple[str, str]]:
             yield "damaged", ", ".join(map(str, lost))
     unreadable = last_of(notes, UNREADABLE)
     if unreadable is not None:
-        yield "damage", f"note {unreadable.number} cannot be read: what judges by notes passes over this checkpoint"
+        yield "damage", f"note {unreadable.number} cannot be read: what decides by notes passes over this checkpoint"
     verified = last_of(notes, "verified")
     if verified is not None:
         nbytes = verified.body.get("bytes")
