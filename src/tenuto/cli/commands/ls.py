@@ -116,6 +116,8 @@ def ls(
             as_json=json,
         )
         return
+    from tenuto.repo.notes import judged_without
+
     runs = listing(repo, run, None if everything or trash else PAGE if limit is None and not json else limit)
     if trash:
         runs = in_trash(runs)
@@ -125,6 +127,9 @@ def ls(
     if not runs:
         output.story(f"{repo.url}: {'nothing in the trash' if trash else 'no runs yet'}")
     _print_all(runs, where)
+    left_out = {row.id: row.unread for found in runs for row in found.rows if row.unread}
+    if left_out:
+        output.story(f"note: {judged_without(left_out, 'not among the best', repo.url)}")
 
 
 def _print_all(runs: Sequence[RunRows], where: str) -> None:
