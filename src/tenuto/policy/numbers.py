@@ -107,7 +107,7 @@ def direction_of(metric: str) -> Literal["min", "max"] | None:
     return "max" if any(map(_HIGHER.fullmatch, words)) else None
 
 
-def said_by_name(metric: str) -> str:
+def line_on_direction(metric: str) -> str:
     """Returns in one line that more is better, where the name alone says so."""
     return f'{metric}: the highest is the best, as its name says; mode="min" where the lowest is'
 

@@ -32,7 +32,7 @@ from tenuto.errors import (
 from tenuto.events import Emitter, Event, SaveDelayed, SaveFailedEvent
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.policy.keep import KeepPolicy
-from tenuto.policy.numbers import said_by_name
+from tenuto.policy.numbers import line_on_direction
 from tenuto.policy.save import Decision, Moment, SaveHistory, split_by_agreement
 from tenuto.ranks.contract import Ranks
 from tenuto.repo.keys import unlock
@@ -87,7 +87,7 @@ class RunSaver:
         self._on_error, self._in_flight = settings.on_error, settings.in_flight
         self._emitter = emitter
         for metric in settings.by_name if group.coordinates else ():
-            self.report(said_by_name(metric))
+            self.report(line_on_direction(metric))
         self.emergency = EmergencyPlaces(
             settings.emergency,
             settings.emergency_after_s,

@@ -146,7 +146,7 @@ def _best(repo: Repo, run: str, texts: list[str]) -> list[KeepPolicy]:
     """Returns the policies of --best. Refuses a metric that no checkpoint has, which would keep or free the wrong ones,
     and a MODE that is none."""
     from tenuto.policy import keep as keeping
-    from tenuto.policy.numbers import said_by_name
+    from tenuto.policy.numbers import line_on_direction
     from tenuto.repo.best import check_metric, measured, recorded_mode
 
     found = measured(repo, run) if texts else []
@@ -165,7 +165,7 @@ def _best(repo: Repo, run: str, texts: list[str]) -> list[KeepPolicy]:
         check_metric(found, metric, run)
         policy = keeping.best(int(number), metric, mode or recorded_mode(found, metric))  # type: ignore[arg-type]  # checked
         if isinstance(policy, keeping.Best) and policy.by_name:
-            output.story(f"note: {said_by_name(metric)}")
+            output.story(f"note: {line_on_direction(metric)}")
         policies.append(policy)
     return policies
 
