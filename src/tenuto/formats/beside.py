@@ -10,6 +10,7 @@ from types import TracebackType
 
 from tenuto.errors import StoreError, StoreFull, UsageError, typed
 from tenuto.formats.registry import detect, head
+from tenuto.regular_files import strange
 from tenuto.repo.format.object_names import REPOSITORY
 
 
@@ -28,6 +29,12 @@ class Beside:
             return
         if not force:
             raise UsageError(f"{self.out} is there already", subject=str(self.out), hint="--force replaces it")
+        if self.out.exists() and (kind := strange(self.out.stat().st_mode)) is not None:
+            raise UsageError(
+                f"{self.out} is {kind}, which is not replaced",
+                subject=str(self.out),
+                hint="name a file that is not there",
+            )
         other = _other(self.out) if self.out.is_dir() else None
         if other is not None:
             raise UsageError(

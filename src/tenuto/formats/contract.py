@@ -16,6 +16,8 @@ items. Nobody holds more than a few blocks (`BLOCK_BYTES`) of one.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import reprlib
 import threading
@@ -34,13 +36,18 @@ import numpy as np
 from tenuto.errors import CorruptionError, StoreError, UsageError, typed
 from tenuto.model.leaf import Box, dtype, escape, join
 from tenuto.record import record
+from tenuto.regular_files import opener, strange
 from tenuto.state.contract import Buffer
 from tenuto.state.numpy_arrays import array_dtype
 
 BLOCK_BYTES: Final = 8 << 20
 """Bytes that a writer takes of a tensor at once."""
 SHARD_BYTES: Final = 5_000_000_000
+MOST_AT_ONCE: Final = 64 << 20
+"""Bytes of a directory inside a file, as zip archives have one: it becomes objects of about ten times its size."""
 _MOST_BYTES: Final = 2**63 - 1
+_LONGEST: Final = 1000
+"""Characters of an error: a name in a file may have millions."""
 
 Array = np.ndarray[Any, Any]
 
@@ -111,11 +118,12 @@ class RawFile:
     """A file of which ranges are read by position, from any thread. Closed by the reader that opened it."""
 
     def __init__(self, path: Path, *, what: str) -> None:
-        """`what`: the format's name in errors. Raises StoreError where the file cannot be opened."""
+        """`what`: the format's name in errors. Raises StoreError where the file cannot be opened, or is a pipe, a socket
+        or a device."""
         self.path = path
         self.what = what
         try:
-            self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor: int | None = opener(os.fspath(path), os.O_RDONLY)
             self.length = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise StoreError(
@@ -154,6 +162,48 @@ class RawFile:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+
+class Section(io.RawIOBase):
+    """Some bytes of a file, as a file of its own for whoever reads only such: `zipfile`, h5py."""
+
+    def __init__(self, raw: RawFile, start: int = 0, length: int | None = None) -> None:
+        self._raw, self._start, self._at = raw, start, 0
+        self._length = raw.length - start if length is None else length
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = offset + (0, self._at, self._length)[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, "before the beginning")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, out: Any) -> int:
+        view = memoryview(out).cast("B")
+        count = max(min(len(view), self._length - self._at), 0)
+        if count:
+            self._raw.read_into(np.frombuffer(view[:count], np.uint8), self._start + self._at)
+        self._at += count
+        return count
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Takes no memory for bytes that are not there, whatever is asked for, nor for more than belong at once."""
+        left = max(self._length - self._at, 0)
+        count = left if size is None or size < 0 else min(size, left)
+        if count > MOST_AT_ONCE:
+            self._raw.refuse(f"a directory of {count} bytes is claimed, where at most {MOST_AT_ONCE} belong")
+        found = self._raw.read(self._start + self._at, count) if count else b""
+        self._at += count
+        return found
 
 
 class RawTensor(Tensor):
@@ -355,11 +405,21 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 def refuse(path: Path, what: str, message: str) -> NoReturn:
     """Raises CorruptionError about a foreign file."""
     raise CorruptionError(
-        f"{path}: {message}",
+        f"{path}: {message if len(message) <= _LONGEST else f'{message[:_LONGEST]}…'}",
         subject=str(path),
         object=path.name,
         hint=f"the file is damaged, or not a {what}; nothing was taken from it",
     ) from None
+
+
+def is_there(path: Path, what: str) -> bool:
+    """Returns whether there is a file to read. Refuses a pipe, a socket or a device, which a file of the format may not
+    be."""
+    if path.is_file():
+        return True
+    if path.exists() and (kind := strange(path.stat().st_mode)) is not None:
+        refuse(path, what, f"it is {kind}, not a regular file")
+    return False
 
 
 def check_shape(path: Path, what: str, name: str, shape: Sequence[int]) -> None:

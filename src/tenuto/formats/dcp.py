@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from tenuto.errors import Unserialisable
-from tenuto.formats.contract import PiecedTensor, RawFile, Reader, Tensor, check_shape, refuse
+from tenuto.formats.contract import PiecedTensor, RawFile, Reader, Tensor, check_shape, is_there, refuse
 from tenuto.formats.pickles import PLAIN, Constant, Known, Record, read_as_record, unpickle
 from tenuto.formats.torch_file import DTYPE_NAMES, Archive, unknown
 from tenuto.model.leaf import Box
@@ -313,13 +313,15 @@ def read(path: Path) -> Reader:
 
 def _is_megatron(path: Path) -> bool:
     """Whether Megatron wrote it. Raises Unserialisable for its older backends."""
-    try:
-        with (path / _MEGATRON).open("rb") as file:
-            said = json.loads(file.read(1 << 16))
-    except FileNotFoundError:
+    if not is_there(path / _MEGATRON, WHAT):
         return False
+    file = RawFile(path / _MEGATRON, what=WHAT)
+    try:
+        said = json.loads(file.read(0, min(file.length, 1 << 16)))
     except (ValueError, RecursionError):
         refuse(path, WHAT, f"{_MEGATRON} in it is not JSON")
+    finally:
+        file.close()
     backend = said.get("sharded_backend") if isinstance(said, dict) else None
     if backend not in (None, "torch_dist"):
         raise Unserialisable(
@@ -333,7 +335,7 @@ def _is_megatron(path: Path) -> bool:
 def _with_common(files: Files, tree: Any) -> tuple[Any, int | None, list[str]]:
     """Returns the state with what `common.pt` has (under the keys that it has alone), and the iteration. Its arguments
     are objects of Python's own, and are left out by name, as is what only Megatron's classes could read."""
-    if not (files.path / _COMMON).is_file():
+    if not is_there(files.path / _COMMON, WHAT):
         return tree, None, []
     common, said = Archive(files.file(_COMMON)).load(loose=True)
     if not isinstance(common, dict) or not isinstance(tree, dict):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from tenuto.errors import Unserialisable
-from tenuto.formats.contract import PiecedTensor, RawFile, RawTensor, Reader, Tensor, refuse
+from tenuto.formats.contract import PiecedTensor, RawFile, RawTensor, Reader, Tensor, is_there, refuse
 from tenuto.formats.pickles import read_as_record
 from tenuto.formats.torch_file import Archive
 from tenuto.model.leaf import Box
@@ -117,7 +117,7 @@ def _universal(files: _Directory) -> dict[str, Any]:
                 optimizer.setdefault(file.stem, {})[directory.name] = value
     top = files.load(files.path / "zero" / "optimizer_state.pt")
     values["groups"] = _groups(top.get("param_groups"))
-    saved = files.load(files.path / _MODEL) if (files.path / _MODEL).is_file() else {}
+    saved = files.load(files.path / _MODEL) if is_there(files.path / _MODEL, WHAT) else {}
     return _tree(files, saved, model, optimizer, values | {"scaler": _plain(top.get("loss_scaler"))})
 
 

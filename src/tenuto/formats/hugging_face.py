@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from tenuto.errors import Unserialisable, UsageError
 from tenuto.formats import safetensors
-from tenuto.formats.contract import Content, Reader, Tensor, refuse
+from tenuto.formats.contract import Content, Reader, Tensor, is_there, refuse
 from tenuto.formats.registry import detect
 
 FILES: Final = "hf_files"
@@ -41,12 +41,12 @@ def read(path: Path) -> Reader:
         taken = [*opened[0].files]
         for entry, names in _PARTS.items():
             for name in names:
-                if (path / name).is_file():
+                if is_there(path / name, _WHAT):
                     taken += _take(path / name, tree, entry, opened, remarks)
         for file in sorted(path.glob("rng_state*.pth")):
             taken += _take(file, tree, file.stem, opened, remarks)
         state: Any = None
-        if (path / _STATE).is_file():
+        if is_there(path / _STATE, _WHAT):
             state = safetensors.read_json(path / _STATE, _WHAT, _MOST_FILE)
             if not isinstance(state, dict):
                 refuse(path / _STATE, _WHAT, "it is not a JSON object")
@@ -81,7 +81,7 @@ def _close(opened: list[Reader]) -> None:
 def _weights(path: Path) -> Reader:
     for stem in _WEIGHTS:
         for name in (f"{stem}{safetensors.INDEX}", f"{stem}.safetensors"):
-            if (path / name).is_file():
+            if is_there(path / name, _WHAT):
                 return safetensors.read(path / name)
     if any(path.glob("*.safetensors")):
         return safetensors.read(path)
@@ -98,7 +98,7 @@ def _weights(path: Path) -> Reader:
 
 def _take(file: Path, tree: dict[str, Any], entry: str, opened: list[Reader], remarks: list[str]) -> list[Path]:
     """Adds what a file beside the weights holds, if it is plain; else says why it is left out."""
-    found = detect(file)
+    found = detect(file) if is_there(file, _WHAT) else None
     if found is None:
         remarks.append(f"{file.name} is left out: it is of no format that is read")
         return []
@@ -117,7 +117,9 @@ def _texts(path: Path, remarks: list[str]) -> list[Path]:
     """Returns the files that say what the model is and how text becomes its input."""
     found = []
     for file in sorted(path.iterdir()):
-        if not file.is_file() or file.suffix not in _TEXT or file.name == _STATE or file.name.endswith(".index.json"):
+        if file.suffix not in _TEXT or file.name == _STATE or file.name.endswith(".index.json"):
+            continue
+        if not is_there(file, _WHAT):
             continue
         if file.stat().st_size > _MOST_FILE:
             remarks.append(f"{file.name} is left out: it has {file.stat().st_size} bytes")

@@ -8,7 +8,6 @@ Source: keras/src/saving/saving_lib.py.
 
 from __future__ import annotations
 
-import io
 import threading
 from pathlib import Path
 from typing import Any, Final, cast
@@ -17,7 +16,7 @@ import h5py
 import numpy as np
 
 from tenuto.errors import CorruptionError, UsageError
-from tenuto.formats.contract import Content, RawFile, RawTensor, Reader, Tensor, check_shape, refuse, run_boxes
+from tenuto.formats.contract import Content, RawFile, RawTensor, Reader, Section, Tensor, check_shape, refuse, run_boxes
 from tenuto.formats.zip_members import Archive
 from tenuto.state.contract import Buffer
 from tenuto.state.numpy_arrays import array_dtype, dtype_name, has_type
@@ -41,7 +40,7 @@ def read(path: Path) -> Reader:
                 raw.refuse(f"it has no {_INNER} that is stored as it is")
             start, length = member.start, member.length
             remarks.append("config.json and metadata.json, which describe the model and not its weights")
-        section = _Section(raw, start, length)
+        section = Section(raw, start, length)
         try:
             file = h5py.File(section, "r")
         except (OSError, ValueError, RuntimeError) as error:
@@ -61,34 +60,6 @@ def read(path: Path) -> Reader:
         raw.close()
 
     return Reader("keras", path, tree, made_by="numpy", remarks=remarks, files=(path,), on_close=close)
-
-
-class _Section(io.RawIOBase):
-    """Some bytes of a file, as a file of its own."""
-
-    def __init__(self, raw: RawFile, start: int, length: int) -> None:
-        self._raw, self._start, self._length, self._at = raw, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, out: Any) -> int:
-        view = memoryview(out).cast("B")
-        count = max(min(len(view), self._length - self._at), 0)
-        if count:
-            self._raw.read_into(np.frombuffer(view[:count], np.uint8), self._start + self._at)
-        self._at += count
-        return count
 
 
 class _Walk:

@@ -9,7 +9,7 @@ Source: orbax-checkpoint 0.12 (`PyTreeCheckpointHandler`), whose own code writes
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from tenuto.errors import CorruptionError, MissingExtra, UsageError, install
-from tenuto.formats.contract import Array, Content, Reader, Tensor, check_shape, refuse, run_boxes
+from tenuto.formats.contract import Array, Content, Reader, Tensor, check_shape, is_there, refuse, run_boxes
+from tenuto.formats.safetensors import read_json
 from tenuto.model.leaf import Box, unescape
 from tenuto.state.contract import Buffer
 from tenuto.state.numpy_arrays import array_dtype, dtype_name
@@ -109,11 +110,16 @@ def _step_of(path: Path) -> tuple[Path, list[str]]:
 def _item(path: Path, remarks: list[str]) -> Any:
     """Returns the tree of one pytree, its tensors not read."""
     ocp = _orbax(path)
+    for above, _, names in os.walk(path):  # Orbax and TensorStore open them by themselves
+        for name in names:
+            is_there(Path(above, name), _WHAT)
+    described = read_json(path / _METADATA, _WHAT, _MOST_TEXT)
+    if not isinstance(described, dict):
+        refuse(path / _METADATA, _WHAT, "it is not a JSON object")
     try:
         found = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).metadata(path.absolute())
         about = getattr(found, "item_metadata", found)
         tree, zarr3 = about.tree, bool(about.use_zarr3)
-        described = json.loads((path / _METADATA).read_text())
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         refuse(path, _WHAT, f"its description cannot be read: {type(error).__name__}: {error}")
     texts = _texts(path)
@@ -127,7 +133,11 @@ def _item(path: Path, remarks: list[str]) -> Any:
             remarks.append(f"{getattr(about, 'name', '')}: a {kind} has no representation")
             return None
         tensor = _tensor(path, about, zarr3=zarr3, ocdbt=ocdbt)
-        return tensor.read().item() if kind == "ScalarMetadata" else tensor
+        if kind != "ScalarMetadata":
+            return tensor
+        if tensor.shape:
+            refuse(path, _WHAT, f"{about.name!r} is a single value, and has the shape {list(tensor.shape)}")
+        return tensor.read().item()
 
     return _plain(tree, value)
 
@@ -146,12 +156,9 @@ def _texts(path: Path) -> dict[str, str]:
     file = path / "_strings.json"
     if not file.exists():
         return {}
-    if file.stat().st_size > _MOST_TEXT:
-        refuse(path, _WHAT, f"its texts have {file.stat().st_size} bytes")
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        refuse(path, _WHAT, f"its texts cannot be read: {error}")
+    found = read_json(file, _WHAT, _MOST_TEXT)
+    if not isinstance(found, dict):
+        refuse(file, _WHAT, "it is not a JSON object")
     return {str(name): str(text) for name, text in found.items()}
 
 

@@ -30,6 +30,11 @@ _HANDED_ROOM: Final = 1 << 14
 """What may be handed to functions, in items and bytes: so many times the length of the pickle, and so much more."""
 
 
+_CONTAINER_BYTES: Final = 2
+_CONTAINERS_ROOM: Final = 1 << 20
+"""A list, dict, set or tuple, or a name for one, takes at least so many bytes of a pickle, but for so many."""
+
+
 class Constant:
     """A name of a pickle that stands for a value: an element type, an option."""
 
@@ -208,7 +213,7 @@ def unpickle(data: bytes, known: Known, refuse: Refuse, *, persistent: Callable[
     `refuse` is called for what is no pickle, for instructions that no framework writes, and for arguments that a known
     function does not take.
     """
-    machine = _Machine(known, persistent, _HANDED * len(data) + _HANDED_ROOM)
+    machine = _Machine(known, persistent, len(data))
     try:
         for opcode, argument, _ in pickletools.genops(data):
             machine.instructions += 1
@@ -230,8 +235,9 @@ _CONSTANTS: Final = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 class _Machine:
-    def __init__(self, known: Known, persistent: Callable[[Any], Any] | None, room: int) -> None:
-        self._room = room
+    def __init__(self, known: Known, persistent: Callable[[Any], Any] | None, length: int) -> None:
+        self._room = _HANDED * length + _HANDED_ROOM
+        self._containers = length // _CONTAINER_BYTES + _CONTAINERS_ROOM
         self._known = known
         self._persistent = persistent
         self._stack: list[Any] = []
@@ -255,6 +261,7 @@ class _Machine:
         elif name in ("BINPUT", "LONG_BINPUT"):
             self._memo[argument] = stack[-1]
         elif name == "MEMOIZE":
+            self._make()
             self._memo[len(self._memo)] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(self._memo[argument])
@@ -263,6 +270,7 @@ class _Machine:
         elif name == "EMPTY_TUPLE":
             stack.append(())
         elif name in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET"):
+            self._make()
             stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}[name]())
         else:
             return name in ("PROTO", "FRAME")
@@ -274,6 +282,7 @@ class _Machine:
         if name in ("TUPLE1", "TUPLE2", "TUPLE3"):
             count = int(name[-1])
             self._pops(count)
+            self._make()
             stack[-count:] = [self._checked(tuple(stack[-count:]))]
         elif name == "TUPLE":
             stack.append(tuple(self._to_mark()))
@@ -312,6 +321,12 @@ class _Machine:
                 raise ValueError("something is left over at its end")
         else:
             raise ValueError(f"the instruction {name}, which no checkpoint has")
+
+    def _make(self) -> None:
+        """Counts what takes 50 to 200 bytes of memory for one of the pickle."""
+        self._containers -= 1
+        if self._containers < 0:
+            raise ValueError("it makes more containers than any checkpoint of its length has")
 
     def _pop(self) -> Any:
         return self._checked((self._stack.pop(),))[0]

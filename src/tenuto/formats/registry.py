@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 from tenuto.errors import MissingExtra, StoreError, UsageError, install, nearest, typed
 from tenuto.formats.contract import Content, Reader
 from tenuto.record import record
+from tenuto.regular_files import opener, strange
 
 GROUP: Final = "tenuto.formats"
 
@@ -98,7 +99,7 @@ def holds(*patterns: str) -> Callable[[Path], bool]:
 def head(path: Path, length: int) -> bytes:
     """Returns the first bytes of a file; none where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=opener) as file:
             return file.read(length)
     except OSError:
         return b""
@@ -178,7 +179,7 @@ def _is_tensorflow(path: Path) -> bool:
     if not path.name.endswith(".index"):
         return False
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=opener) as file:
             file.seek(-8, 2)
             return file.read() == bytes.fromhex("57fb808b247547db")
     except OSError:
@@ -253,6 +254,16 @@ BUILT_IN: Final = (
 """In the order in which they are tried: those with a stricter `detects` first."""
 
 
+def check_present(path: Path) -> None:
+    """Raises StoreError unless there is a file or a directory at `path`."""
+    if not path.exists():
+        raise StoreError(f"{path} is not there", subject=str(path), hint=typed("ls", "-d", path.parent))
+    if (kind := strange(path.stat().st_mode)) is not None:
+        raise StoreError(
+            f"{path} cannot be read: it is {kind}, not a regular file", subject=str(path), hint=typed("ls", "-l", path)
+        )
+
+
 @cache
 def formats() -> tuple[Format, ...]:
     """Returns every format: the built-in ones, and those of installed packages."""
@@ -287,8 +298,7 @@ def read(path: str | Path, *, format: str | None = None) -> Reader:
     needs, CorruptionError where it is damaged.
     """
     path = Path(path)
-    if not path.exists():
-        raise StoreError(f"{path} is not there", subject=str(path), hint=typed("ls", "-d", path.parent))
+    check_present(path)
     found = named(format) if format is not None else detect(path)
     if found is None:
         raise UsageError(

@@ -22,6 +22,8 @@ _WHAT: Final = "safetensors file"
 INDEX: Final = ".safetensors.index.json"
 _MOST_INDEX: Final = 64 << 20
 _MOST_FILES: Final = 10_000
+_MOST_VALUES: Final = 4_000_000
+"""In a document: a byte of JSON may ask for 60 of memory."""
 _SHOWN: Final = 5
 _NAMES: Final[Mapping[str, str]] = {row.code: name for name, row in DTYPES.items() if row.code is not None}
 """The dtype of each code."""
@@ -107,10 +109,17 @@ def is_plain_name(name: str) -> bool:
 
 def read_json(path: Path, what: str, most: int) -> Any:
     """Returns the document in a JSON file of at most `most` bytes. CorruptionError for anything else."""
-    if path.stat().st_size > most:
-        refuse(path, what, f"it has {path.stat().st_size} bytes, where at most {most} belong")
+    file = RawFile(path, what=what)
     try:
-        return json.loads(path.read_bytes())
+        if file.length > most:
+            file.refuse(f"it has {file.length} bytes, where at most {most} belong")
+        data = file.read(0, file.length)
+    finally:
+        file.close()
+    if sum(map(data.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        refuse(path, what, f"it has more than {_MOST_VALUES:,} values")
+    try:
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         refuse(path, what, f"it is not JSON: {error}")
 

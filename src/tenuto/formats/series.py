@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from tenuto.errors import StoreError, UsageError, typed
-from tenuto.formats.registry import Format, detect, formats, named
+from tenuto.errors import UsageError
+from tenuto.formats.registry import Format, check_present, detect, formats, named
 from tenuto.record import record
 
 _NUMBERS: Final = (
@@ -36,8 +36,7 @@ def find(path: Path, format: str | None = None) -> list[Found]:
 
     format: the only one to look for. Raises StoreError if nothing is there, UsageError if no checkpoint is.
     """
-    if not path.exists():
-        raise StoreError(f"{path} is not there", subject=str(path), hint=typed("ls", "-d", path.parent))
+    check_present(path)
     wanted = None if format is None else named(format)
     own = _format(path, wanted)
     if path.is_dir():

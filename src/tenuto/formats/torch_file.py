@@ -6,7 +6,6 @@ Refused by name: the formats of torch before 1.6, TorchScript, tensor subclasses
 
 from __future__ import annotations
 
-import io
 import struct
 import threading
 import zipfile
@@ -24,6 +23,7 @@ from tenuto.formats.contract import (
     RawFile,
     RawTensor,
     Reader,
+    Section,
     SummedTensor,
     Tensor,
     check_shape,
@@ -179,36 +179,6 @@ class BytesFile(RawFile):
 # -- the archive
 
 
-class _Window(io.RawIOBase):
-    """A range of a file, as zipfile reads it."""
-
-    def __init__(self, file: RawFile, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        base = (0, self._at, self._length)[whence]
-        if base + offset < 0:
-            raise OSError("before the beginning")
-        self._at = base + offset
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._length - self._at, 0)
-        count = left if size is None or size < 0 else min(size, left)
-        found = self._file.read(self._start + self._at, count) if count else b""
-        self._at += count
-        return found
-
-
 class Archive:
     """The members of an archive of `torch.save`, which may be a part of a file. Every member is stored as it is."""
 
@@ -221,7 +191,7 @@ class Archive:
         if start < 0 or self._length < 0 or start + self._length > file.length:
             file.refuse(f"bytes {start} to {start + self._length} are claimed, and the file has {file.length}")
         try:
-            with zipfile.ZipFile(_Window(file, start, self._length)) as archive:
+            with zipfile.ZipFile(Section(file, start, self._length)) as archive:
                 members = archive.infolist()
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error, OverflowError) as error:
             file.refuse(f"its zip archive cannot be read: {error}")

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tenuto.formats.contract import RawFile, Tensor, check_shape
+from tenuto.formats.contract import RawFile, Section, Tensor, check_shape
 from tenuto.record import record
 from tenuto.state.contract import Buffer
 
@@ -21,6 +21,10 @@ _LOCAL: Final = b"PK\x03\x04"
 _LOCAL_BYTES: Final = 30
 _MOST_MEMBERS: Final = 1_000_000
 _READ_BYTES: Final = 1 << 20
+_DEFLATED_MOST: Final = 1032
+"""Times its own size that deflated data can stand for. No lower limit would do: zeros, as in a fresh optimizer's state,
+come close to it. Members are read in blocks, so a large one takes no memory; the place that it goes to has to have the
+room, which is looked at before the first byte is written."""
 
 
 @record
@@ -45,7 +49,7 @@ class Archive:
         self.file = file
         self._lock = threading.Lock()
         try:
-            self._zip = zipfile.ZipFile(file.path)
+            self._zip = zipfile.ZipFile(Section(file))
         except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
             file.refuse(f"no whole zip archive: {error}")
         self.members: dict[str, Member] = {}
@@ -71,6 +75,8 @@ class Archive:
             file.refuse(f"{name!r} is encrypted, or compressed by a method that is not deflate")
         if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
             file.refuse(f"{name!r} is stored, and has {info.compress_size} bytes for {info.file_size}")
+        if info.file_size > info.compress_size * _DEFLATED_MOST:
+            file.refuse(f"{name!r} claims {info.file_size} bytes in {info.compress_size}: more than deflate can hold")
         local = file.read(info.header_offset, _LOCAL_BYTES)
         if local[:4] != _LOCAL:
             file.refuse(f"{name!r} has no header at byte {info.header_offset}")

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from tenuto.errors import UsageError
 from tenuto.record import record
+from tenuto.regular_files import opener
 
 LARGEST: Final = 64 << 20
 """Bytes of a journal that are read, its newest: stacks of hung ranks are long."""
@@ -91,7 +92,7 @@ def known(directory: Path, where: str) -> list[Path]:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the events of a journal, each with when it was, `at_s` since 1970."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=opener) as file:
         file.seek(max(path.stat().st_size - LARGEST, 0))
         for line in file:
             try:

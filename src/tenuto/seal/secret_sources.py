@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, Protocol
 
 from tenuto.errors import KeyMissing, StoreDenied, StoreError, UsageError, in_words, typed
 from tenuto.record import record
+from tenuto.regular_files import opener
 from tenuto.seal.cipher import KEY, missing
 
 Kind = Literal["file", "environment", "passphrase", "kms", "vault"]
@@ -104,7 +105,7 @@ def from_file(path: str | os.PathLike[str]) -> RawKey:
     """Reads a key file: 32 bytes that nobody but its owner may read. Raises KeyMissing, StoreDenied, UsageError."""
     place = Path(path).expanduser()
     try:
-        with place.open("rb") as file:
+        with open(place, "rb", opener=opener) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             key = file.read(KEY + 1)
     except FileNotFoundError:

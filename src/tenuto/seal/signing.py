@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tenuto.errors import KeyMissing, StoreDenied, UsageError, typed
 from tenuto.model import canonical_json
 from tenuto.record import record
+from tenuto.regular_files import opener
 from tenuto.seal.cipher import missing
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def is_signed(public: str, signature: str, message: bytes) -> bool:
 def _read(path: str | os.PathLike[str]) -> tuple[Path, bytes]:
     place = Path(path).expanduser()
     try:
-        with place.open("rb") as file:
+        with open(place, "rb", opener=opener) as file:
             return place, file.read(_LONGEST)
     except FileNotFoundError:
         raise KeyMissing(f"there is no key {place}", subject=str(place), hint=_MAKE) from None

@@ -27,6 +27,7 @@ from tenuto.integrations.torch.data.prepared import PreparedLoaders, position_of
 from tenuto.log_lines import log
 from tenuto.model.ids import attempt_key
 from tenuto.policy import keep
+from tenuto.regular_files import opener
 from tenuto.store.contract import Where
 from tenuto.training.checkpointer import Checkpointer
 
@@ -264,10 +265,10 @@ def _pointer(directory: Path) -> dict[str, str] | None:
     if not file.exists():
         return None
     try:
-        with file.open() as text:
+        with open(file, opener=opener) as text:
             found = json.loads(text.read(_LARGEST))
         names = {name: found[name] for name in ("repository", "run", "checkpoint")}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptionError(f"{file} is damaged: {error!r}", subject=str(file)) from error
     if not all(isinstance(value, str) for value in names.values()):
         raise CorruptionError(f"{file} is damaged: it names no checkpoint", subject=str(file))

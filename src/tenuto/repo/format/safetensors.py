@@ -24,12 +24,13 @@ MAX_HEADER: Final = 100_000_000
 ALIGNMENT: Final = 4096
 _MAX_ENTRY: Final = 65_536
 _MAX_FILE: Final = 2**63 - 1
+_LONGEST: Final = 1000
+"""Characters of an error: a name may have millions."""
 
 SIZES: Final[Mapping[str, int]] = {row.code: row.size for row in DTYPES.values() if row.code is not None}
 """Bytes per element of every known dtype code."""
 
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
-_STRING: Final = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
 _COLON: Final = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 _ENTRY: Final = re.compile(r"\{[^{}]*\}")
 
@@ -179,16 +180,15 @@ class _Parser:
             self.entries[key] = self.entry(key)
 
     def string(self) -> str:
-        found = _STRING.match(self.text, self.at)
-        if not found:
+        if not self.text.startswith('"', self.at):
             self.refuse("the header has something other than a string where a name belongs")
         try:
-            value = json.loads(found[0])
-        except ValueError:
-            self.refuse("the header has a string with an escape that JSON does not know")
+            value, end = _DECODER.raw_decode(self.text, self.at)
+        except json.JSONDecodeError as error:
+            self.refuse(f"the header has a string that is not JSON's: {error.msg}")
         if not _encodable(value):
             self.refuse("the header has a string with a lone surrogate")
-        self.at = found.end()
+        self.at = end
         return str(value)
 
     def strings(self) -> dict[str, str]:
@@ -215,7 +215,7 @@ class _Parser:
         if not found:
             self.refuse(f"the entry of {key!r} is not a flat object of at most {_MAX_ENTRY} characters")
         try:
-            fields = json.loads(found[0], object_pairs_hook=list, parse_constant=_no_constant, parse_float=_no_constant)
+            fields = _DECODER.decode(found[0])
         except (ValueError, RecursionError) as error:
             self.refuse(f"the entry of {key!r} is not valid JSON: {error}")
         if sorted(field for field, _ in fields) != ["data_offsets", "dtype", "shape"]:
@@ -256,6 +256,9 @@ def _no_constant(literal: str) -> NoReturn:
     raise ValueError(f"{literal} is not a whole number")
 
 
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=list, parse_constant=_no_constant, parse_float=_no_constant)
+
+
 def _whole_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and 0 <= one <= _MAX_FILE for one in value)
 
@@ -282,7 +285,7 @@ def _encodable(value: str) -> bool:
 
 def _refuse(name: str, offset: int, message: str) -> NoReturn:
     raise CorruptionError(
-        f"{name}: {message} (at byte {offset})",
+        f"{name}: {message if len(message) <= _LONGEST else f'{message[:_LONGEST]}…'} (at byte {offset})",
         subject=name,
         hint="tenuto verify finds the checkpoints that are whole",
     ) from None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tenuto.errors import UsageError, did_you_mean
+from tenuto.regular_files import opener
 from tenuto.supervisor.detectors.contract import END, Sample
 
 DAY_S: Final = 86_400.0
@@ -48,7 +49,7 @@ def import_log(path: Path, name: str) -> dict[str, list[Sample]]:
     read, columns = FORMATS[name]
     found: dict[str, list[Sample]] = {}
     try:
-        with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        with open(path, encoding="utf-8", errors="replace", newline="", opener=opener) as file:
             for thing, sample in read(_rows(file, columns) if columns else ({"": line} for line in file)):
                 found.setdefault(thing, []).append(sample)
     except OSError as error:

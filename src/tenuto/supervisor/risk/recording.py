@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tenuto.errors import UsageError
+from tenuto.regular_files import opener
 from tenuto.supervisor.detectors.contract import Sample
 
 _RECORD: Final = "tenuto run --record telemetry.jsonl -- python train.py"
@@ -21,7 +22,7 @@ def read_recording(path: Path, newest: int | None = None) -> list[Sample]:
     by the end of a recorder or a full disk, is left out. Raises UsageError for a file that cannot be read, or is none.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=opener) as file:
             lines = list(deque(enumerate(file, 1), newest))
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"

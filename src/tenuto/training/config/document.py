@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from tenuto.errors import UsageError, did_you_mean, typed
 from tenuto.record import record
+from tenuto.regular_files import opener
 from tenuto.training.config.keys import KEYS, Key, Kind, Table, flat, named
 
 FILE: Final = "tenuto.toml"
@@ -194,7 +195,8 @@ class Document:
     def load(self, path: Path) -> None:
         """Reads the file. Raises UsageError if it cannot be read or is no TOML."""
         try:
-            text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+            with open(path, "rb", opener=opener) as file:
+                text = file.read().decode("utf-8").replace("\r\n", "\n")
             self.raw = tomllib.loads(text)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)

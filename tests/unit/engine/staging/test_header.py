@@ -90,8 +90,8 @@ def test_a_good_file_is_read() -> None:
         ('{"__metadata__":[]}', b"", "'[' where '{'"),
         ('{"__metadata__":null}', b"", "'n' where '{'"),
         ('{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "lone surrogate"),
-        ('{"\\x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "escape that JSON does not know"),
-        ('{"a\nb":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "something other than a string"),
+        ('{"\\x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "string that is not JSON's: Invalid"),
+        ('{"a\nb":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "string that is not JSON's: Invalid control"),
     ],
 )  # fmt: skip
 def test_each_way_to_lie_has_its_message(header: object, data: bytes, message: str) -> None:
