@@ -118,8 +118,8 @@ class RawFile:
     """A file of which ranges are read by position, from any thread. Closed by the reader that opened it."""
 
     def __init__(self, path: Path, *, what: str) -> None:
-        """`what`: the format's name in errors. Raises StoreError where the file cannot be opened, or is a pipe, a socket
-        or a device."""
+        """`what`: the format's name in errors. Raises StoreError where the file cannot be opened, or is a pipe, a
+        socket or a device."""
         self.path = path
         self.what = what
         try:
