@@ -19,6 +19,7 @@ LATE: Final = 3.0
 LATE_LEAST_S: Final = 60.0
 RECENT: Final = 20
 """A spike or a NaN is worth attention in the newest so many checkpoints."""
+_NAMED: Final = 3
 ROOM: Final = 3
 """The disk is nearly full where fewer checkpoints than this fit."""
 
@@ -33,6 +34,19 @@ def of_run(run: RunReport, where: str, now_s: float) -> Iterator[Attention]:
     if newest is not None and newest.verdict == "not exact":
         command = typed("tenuto", "show", where, "--run", run.run, "--certificate")
         yield Attention("note", "a resume from the latest is not exact", run.run, command)
+
+
+def all_clear(runs: Sequence[RunReport]) -> str:
+    """Returns what to say where there is nothing: a run of which nothing was ever verified is not vouched for."""
+    never = [
+        run.run
+        for run in runs
+        if run.checkpoints and not any(one.checked in ("verified", "proven") for one in run.checkpoints)
+    ]
+    if not never:
+        return "nothing needs attention"
+    more = f" and {len(never) - _NAMED} more" if len(never) > _NAMED else ""
+    return f"nothing found in what is recorded; nothing was verified yet of {', '.join(never[:_NAMED])}{more}"
 
 
 def of_repository(runs: Sequence[RunReport], where: str, free: int | None) -> Iterator[Attention]:

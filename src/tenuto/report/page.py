@@ -19,6 +19,7 @@ from tenuto.formats.beside import Beside, refuse_other
 from tenuto.model.ids import attempt_key
 from tenuto.record import record
 from tenuto.report import lineage
+from tenuto.report.attention import all_clear
 from tenuto.report.charts import Line, Marks, chart
 from tenuto.report.facts import lines_of
 from tenuto.units import age, count, seconds, size
@@ -91,6 +92,7 @@ def page(report: Report, title: str | None = None) -> str:
         levels=[
             (level, sum(one.level == level for one in report.attention)) for level in ("damage", "warning", "note")
         ],
+        all_clear=_sentence(all_clear(report.runs)),
         tiles=list(_tiles(report, ago)),
         drawing=lineage.drawing(drawn),
         events=list(lineage.events(drawn)),
@@ -113,6 +115,10 @@ def write(path: Path, text: str) -> int:
         nbytes = beside.part.write_bytes(text.encode())
         beside.publish(force=True)
     return nbytes
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _moment(when_s: float | None) -> str:
@@ -152,7 +158,8 @@ def _columns(report: Report) -> list[str]:
 def _tiles(report: Report, ago: Callable[[float | None], str]) -> Iterator[tuple[str, str, str]]:
     """Yields figures to look at first: what it is, its value, and more about it."""
     checkpoints = [one for run in report.runs for one in run.checkpoints]
-    newest = max(checkpoints, key=lambda one: one.created_s or 0.0, default=None)
+    latest = [run.newest or run.checkpoints[-1] for run in report.runs if run.checkpoints]
+    newest = max(latest, key=lambda one: one.created_s or 0.0, default=None)
     if newest is not None:
         yield "Newest checkpoint", f"{ago(newest.created_s)} old", f"step {newest.id.step:,} of {newest.id.run}"
     training = [run.run for run in report.runs if run.trainer == "training"]

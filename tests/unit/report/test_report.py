@@ -15,6 +15,7 @@ import pytest
 
 import tenuto
 from support.reported import CERTIFICATE, LONG, Made, cut, eventful
+from tenuto.cli import main
 from tenuto.cli.console.output import jsonable
 from tenuto.errors import MissingExtra, RunNotFound, UsageError
 from tenuto.model.ids import CheckpointId
@@ -393,3 +394,23 @@ def test_the_same_stands_there_in_words(seen: Report) -> None:
         f"Tags of run small: {LONG} is step 51.",
     ]
     assert drawing(()) is None
+
+
+def test_the_newest_checkpoint_is_the_latest_and_nothing_is_vouched_for_that_was_never_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenuto.engine.save.job.now_text", lambda: "2030-01-02T03:04:05Z")
+    monkeypatch.chdir(tmp_path)
+    weights = {"w": np.zeros(4)}
+    with tenuto.Checkpointer("ckpts", weights, save=tenuto.every(steps=2), keep=tenuto.keep.all()) as ckpt:
+        for _ in ckpt.steps(6):
+            weights["w"] += 1
+    page = tenuto.Repository("ckpts").report().to_html()
+    assert "step 6 of main" in page and "step 2 of main" not in page
+    assert "Nothing found in what is recorded; nothing was verified yet of main" in page
+    with pytest.raises(SystemExit):
+        main(["report", "ckpts"])
+    assert capsys.readouterr().out.endswith("nothing was verified yet of main\n")
+    with pytest.raises(SystemExit):
+        main(["verify", "ckpts", "--note"])
+    assert "Nothing needs attention" in tenuto.Repository("ckpts").report().to_html()

@@ -62,10 +62,11 @@ def report(
 
 
 def _attention(found: Report) -> str:
+    from tenuto.report.attention import all_clear
     from tenuto.units import count
 
     if not found.attention:
-        return "nothing needs attention"
+        return all_clear(found.runs)
     first = found.attention[0]
     name = f"{first.run}: " if first.run else ""
     more = f" (and {count(len(found.attention) - 1, 'more thing')})" if len(found.attention) > 1 else ""
