@@ -131,3 +131,22 @@ def test_status_fits_a_screen(cli, source, tmp_path):
     tenuto.save({"w": np.zeros(3)}, source, run="other")
     status, out, err = cli("status", source)
     assert "RUN" in out and "other" in out and "--run main" in err
+
+
+def test_a_plain_name_is_a_place_unless_it_names_a_checkpoint(cli, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli("tag", source, "good", "--step", "0")[0] == 0
+    assert cli("replicate", "source", "copy", "0")[0] == 0
+    assert [id.step for id in tenuto.Repository("copy").checkpoints()] == [0]
+    assert cli("replicate", "source", "copy", "--check")[0] == 24
+    assert cli("replicate", "source", "below/copy")[0] == 0 and (tmp_path / "below/copy/tenuto.json").is_file()
+    monkeypatch.setenv("TENUTO_WHERE", "source")
+    assert cli("replicate", "another")[0] == 0 and (tmp_path / "another/tenuto.json").is_file()
+    monkeypatch.delenv("TENUTO_WHERE")
+    for words in (["good"], ["1"], ["a0001/1"], ["latest"]):  # checkpoints, for the repository's own locations
+        assert "nothing to copy" in cli("replicate", "source", *words)[1]
+    assert cli("cp", "source", "good", "elsewhere")[0] == 0
+    assert [id.step for id in tenuto.Repository("elsewhere").checkpoints()] == [0]
+    status, _, err = cli("cp", "source", "good")
+    assert status == 2 and "where shall the copies go?" in err
+    assert not (tmp_path / "good").exists()

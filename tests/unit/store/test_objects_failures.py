@@ -12,6 +12,7 @@ import pytest
 
 from support.moto import KEY, SECRET, moto, s3  # noqa: F401 - fixtures
 from support.s3_proxy import HANG, LOSE, TRUNCATE, UNCONDITIONAL, Answer, proxy
+from tenuto.cli import main
 from tenuto.errors import (
     AlreadyExists,
     CorruptionError,
@@ -470,3 +471,31 @@ def test_a_manifest_of_any_length_does_not_replace_one_that_appears_while_it_is_
     with pytest.raises(AlreadyExists):
         store.put_if_absent(name, Slow(), token="t0")
     assert other.get(name, limit=100) == b"aborted"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", "az://bucket/x", "http://127.0.0.1:1/x"])
+def test_a_place_that_nobody_serves_is_one_line_and_a_hint_that_repeats_nothing(url, monkeypatch, capfd):
+    pytest.importorskip("obstore")
+    for name in ("AWS_ENDPOINT_URL", "GOOGLE_BASE_URL", "AZURE_STORAGE_ENDPOINT"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "GOOGLE_SKIP_SIGNATURE": "true",
+        "AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "eHg=",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        main(["ls", url])
+    error, hint = capfd.readouterr().err.replace("\n  ", " ").splitlines()
+    assert caught.value.code == StoreUnavailable.exit_code
+    assert error.startswith("error: ") and "the connection is refused" in error
+    assert hint.startswith("hint: check the URL") and hint.count("the URL") == 1
+
+
+def test_a_bucket_that_is_not_there_is_one_line_and_a_hint(moto, s3, monkeypatch, capfd):  # noqa: F811
+    missing = "s3://no-such-bucket-here/ckpts"
+    for words in (["ls", missing], ["verify", missing], ["status", missing]):
+        with pytest.raises(SystemExit):
+            main(words)
+        error, hint = capfd.readouterr().err.replace("\n  ", " ").splitlines()
+        assert error.startswith("error: ") and "there is no bucket no-such-bucket-here" in error
+        assert hint.startswith("hint: aws s3 mb s3://no-such-bucket-here")

@@ -9,7 +9,7 @@ import typer
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import checkpoint, repository
-from tenuto.cli.views.copying import is_place
+from tenuto.cli.views.copying import is_destination, is_place
 from tenuto.errors import UsageError, typed
 
 if TYPE_CHECKING:
@@ -56,15 +56,16 @@ def cp(
     from tenuto.maintenance.checkpoint_copy import execute, plan_copies
     from tenuto.telemetry.progress import ProgressBar
 
-    names = list(words or [])
-    to = names.pop() if names and is_place(names[-1]) else None
+    names, repo = list(words or []), repository(where)
+    # Without --to-run there has to be a place, so a plain name is one.
+    goes = names and (is_place(names[-1]) or (to_run is None and is_destination(repo, names[-1])))
+    to = names.pop() if goes else None
     if to is None and to_run is None:
         raise UsageError(
             "where shall the copies go?",
             subject="TO",
             hint=f"{typed('tenuto', 'cp', where, *names)} --to-run NEWRUN, or a repository such as ./elsewhere",
         )
-    repo = repository(where)
     ids = [checkpoint(repo, run, name) for name in names or ["latest"]]
     plan = plan_copies(repo, ids, to=to, run=to_run, step=to_step, stand_alone=stand_alone)
     done: RunCopy | None = None

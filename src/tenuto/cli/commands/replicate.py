@@ -60,8 +60,8 @@ def replicate(
     Without TO, each of the repository's own locations gets what it lacks: the primary what lies only on this node's
     disk, a mirror what it missed. A failure in one location does not stop the others.
     """
-    names = list(words or [])
-    to = names.pop(0) if names and copying.is_place(names[0]) else None
+    names, repo = list(words or []), repository(where)
+    to = names.pop(0) if names and copying.is_destination(repo, names[0]) else None
     names += step or []
     alone = [name for name, given in (("--follow", follow), ("--check", check), ("--prune", prune)) if given]
     if to is None:
@@ -69,9 +69,9 @@ def replicate(
             raise UsageError(
                 f"{(alone or ['--read'])[0]} needs a place to copy to",
                 subject=(alone or ["--read"])[0],
-                hint="tenuto replicate WHERE TO, where TO is a URL or a path such as /backup or ./backup",
+                hint="tenuto replicate WHERE TO, where TO is a URL or a path such as /backup",
             )
-        _to_own_locations(where, run, names, dry_run=dry_run, json=json)
+        _to_own_locations(repo, run, names, dry_run=dry_run, json=json)
         return
     if (follow and (check or dry_run or read or names)) or (check and (dry_run or prune or names)):
         raise UsageError(
@@ -79,7 +79,7 @@ def replicate(
             subject="--follow" if follow else "--check",
             hint="tenuto replicate WHERE TO --follow [--prune]; tenuto replicate WHERE TO --check [--read]",
         )
-    repo, target = repository(where), open_store(to)
+    target = open_store(to)
     if check:
         copying.check(repo, target, run=run, read=read, json=json)
     elif follow:
@@ -92,14 +92,13 @@ def replicate(
         copying.copy(repo, target, run=run, ids=ids, prune=prune, read=read, dry_run=dry_run, json=json)
 
 
-def _to_own_locations(where: str, run: str | None, names: list[str], *, dry_run: bool, json: bool) -> None:
+def _to_own_locations(repo: Repo, run: str | None, names: list[str], *, dry_run: bool, json: bool) -> None:
     from tenuto.errors import StoreError
     from tenuto.events import Emitter
     from tenuto.maintenance.replicate import execute, plan_replicate
     from tenuto.telemetry.progress import ProgressBar
     from tenuto.units import size
 
-    repo = repository(where)
     plan = plan_replicate(repo, _selected(repo, run, names))
     if not json:
         output.line(_words(plan))

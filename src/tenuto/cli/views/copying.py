@@ -34,6 +34,15 @@ def is_place(word: str) -> bool:
     return "://" in word or word in (".", "..", "~") or word.startswith(("/", "./", "../", "~/"))
 
 
+def is_destination(repo: Repo, word: str) -> bool:
+    """Returns whether a word is where to copy to, where a checkpoint of `repo` may be meant as well: a plain name is a
+    place unless it is a step, `latest`, `best:METRIC`, attempt/step, or a tag that there is."""
+    from tenuto.repo.lineage import may_be_tag
+    from tenuto.repo.refs import find_tag, is_name
+
+    return is_place(word) or (may_be_tag(word) and not (is_name(word) and find_tag(repo, word) is not None))
+
+
 def interval(text: str) -> float:
     """Returns the seconds of `30s`, `5min` or `1h`. Raises UsageError."""
     found = _DURATION.fullmatch(text.strip())

@@ -103,7 +103,7 @@ def meaning(error: Exception, service: Service, url: str, doing: str, name: str)
         return one(
             StoreDenied,
             f"the credentials {'have expired' if expired else 'are refused'}",
-            f"{service.name} takes {service.credentials}",
+            f"{service.name} takes {service.credentials}" if service.writable else service.credentials,
         )
     if code in _REGION or status in (301, 307) or "redirect without LOCATION" in text:
         return one(StoreError, f"the {service.bucket} is in another region", f"set {service.endpoint}")
@@ -111,7 +111,8 @@ def meaning(error: Exception, service: Service, url: str, doing: str, name: str)
         return one(
             StoreDenied,
             "permission denied",
-            f"allow {service.allow} there, or give other credentials: {service.credentials}",
+            f"allow {service.allow} there"
+            + (f", or give other credentials: {service.credentials}" if service.writable else ""),
         )
     if status is not None and status >= 500 and status not in (501, 505):
         return one(StoreUnavailable, "the service fails")
@@ -130,7 +131,8 @@ def meaning(error: Exception, service: Service, url: str, doing: str, name: str)
 
 def _without_answer(text: str, one: _Make, service: Service, url: str) -> StoreError:
     """What a request means that was never answered."""
-    where = f"check the URL, the network and {service.endpoint}"
+    *looks, last = dict.fromkeys(("the URL", "the network", service.endpoint))
+    where = f"check {', '.join(looks)} and {last}"
     if _METADATA.search(text):
         return one(
             StoreUnavailable,

@@ -54,7 +54,7 @@ AZURE = Service(
 HTTP = Service(
     "HTTP",
     "server",
-    "none: the server has to let anyone read",
+    "none are sent: the server has to let anyone read",
     "",
     "GET, HEAD and PROPFIND",
     "the URL",
