@@ -204,7 +204,7 @@ def _planned(found: Found, rules: Rules, step: int | None, newest: CheckpointId 
         changed = [(name, new) for name in names if (new := rules.rename(name)) != name]
         flattened = flatten(state_of(reader, rules))  # whatever has no representation is told of now
         to = rules.dtype
-        rounded = sum(to is not None and converts(tensor, to) for _, tensor in leaves(reader.tree))
+        rounded = 0 if to is None else sum(converts(tensor, to) for _, tensor in leaves(reader.tree))
         nbytes = sum(spec.nbytes for spec in flattened.specs)
         return Planned(
             found,

@@ -347,8 +347,9 @@ class Reader:
     on_close: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        for _, tensor in leaves(self.tree):
-            tensor.made_by = self.made_by
+        if self.made_by != "torch":  # as a Tensor is from the beginning
+            for _, tensor in leaves(self.tree):
+                tensor.made_by = self.made_by
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns its tensors by path: names joined by `/`, in which a `/` of a name is `~1`, as in a Tenuto

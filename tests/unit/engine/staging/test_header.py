@@ -1,4 +1,5 @@
 import json
+import math
 import struct
 
 import numpy as np
@@ -325,3 +326,21 @@ def test_a_header_without_metadata_has_no_place_for_any() -> None:
     }
     assert b" " not in block[8:].rstrip(b" ")
     assert len(build_header([], {})) == 4096
+
+
+@pytest.mark.parametrize("sizes", ["", "0", "4", "2,2", "1,4,1"])
+def test_the_usual_spelling_and_another_are_one_header(sizes: str) -> None:
+    shape = [int(one) for one in sizes.split(",") if one]
+    data = bytes(math.prod(shape))
+    usual = f'{{"a/é":{{"dtype":"U8","shape":[{sizes}],"data_offsets":[0,{len(data)}]}}}}'
+    other = json.dumps({"a/é": {"shape": shape, "data_offsets": [0, len(data)], "dtype": "U8"}})
+    one, two = (parse_header(file_of(text, data), name="x") for text in (usual, other))
+    assert [entry.shape for entry in one.values()] == [entry.shape for entry in two.values()] == [tuple(shape)]
+    assert {name: entry.stop - entry.start for name, entry in one.items()} == {"a/é": len(data)}
+    assert one.keys() == two.keys()
+
+
+@pytest.mark.parametrize("text", ["[04]", "[4,]", "[,4]", "[4,,1]", "[4 1]"])
+def test_what_only_looks_usual_is_refused(text: str) -> None:
+    with pytest.raises(CorruptionError, match="not valid JSON"):
+        parse_header(file_of(f'{{"a":{{"dtype":"U8","shape":{text},"data_offsets":[0,4]}}}}', b"abcd"), name="x")
