@@ -236,10 +236,12 @@ def census_of(repo: Repo, id: CheckpointId) -> SaveDirectory:
 
 @dataclass(slots=True)
 class RunNames:
-    """What the names of a run's directories say. steps: of each attempt, what has a directory or lies in the trash."""
+    """What the names of a run's directories say. steps: of each attempt, what has a directory or lies in the trash.
+    trash: those of which a manifest lies, or lay, in the trash."""
 
     claimed: list[int] = field(default_factory=list)
     steps: dict[int, set[int]] = field(default_factory=dict)
+    trash: set[tuple[int, int]] = field(default_factory=set)
 
     def newest_first(self, run: str) -> Iterator[CheckpointId]:
         """Yields what may be a save; a name may turn out to be foreign."""
@@ -259,8 +261,10 @@ def names_of_runs(repo: Repo) -> dict[str, RunNames]:
                 if number is None:
                     continue
                 level = children(f"{top}/{run}/{key}")
-                steps = (step for step in map(parse_step, level.directories) if step is not None)
+                steps = {step for step in map(parse_step, level.directories) if step is not None}
                 found.steps.setdefault(number, set()).update(steps)
+                if top == "trash":
+                    found.trash |= {(number, step) for step in steps}
                 if object_names.ATTEMPT in level.objects or "lease" in level.directories:
                     found.claimed.append(number)
     return runs

@@ -29,6 +29,10 @@ from tenuto.store.contract import is_unreadable
 Mode = Literal["min", "max"]
 BEST: Final = "best:"
 MODES: Final = "modes"
+TRAINERS_BEST: Final = "best_model_step"
+"""Written where a trainer's best model is saved, so that a policy keeps that one."""
+INTERNAL: Final = frozenset({TRAINERS_BEST})
+"""Metrics that adapters write for themselves: no figures of the training, and shown only where all are."""
 """The part of a certificate that says in which direction each metric improves, as the policies of training have it."""
 _EXAMPLE: Final = '"best:val_loss"'
 

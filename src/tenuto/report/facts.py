@@ -28,7 +28,7 @@ from tenuto.policy.keep import protections, recorded
 from tenuto.policy.spikes import falls
 from tenuto.policy.spikes import spikes as jumps
 from tenuto.record import record
-from tenuto.repo.best import Measured, Mode, best_of_each, is_healthy, modes_of
+from tenuto.repo.best import INTERNAL, Measured, Mode, best_of_each, is_healthy, modes_of
 from tenuto.repo.catalog import Catalog, Snapshot
 from tenuto.repo.lineage import latest
 from tenuto.repo.notes import unread, with_notes
@@ -307,7 +307,7 @@ def _run(repo: Repo, snapshot: Snapshot, census: Census, refs: Iterable[Ref]) ->
         named.setdefault(ref.id, []).append(ref)
     rows = []
     for save in saves:
-        own = [name for name, id in best.items() if id == save.id]
+        own = [name for name, id in best.items() if id == save.id and name not in INTERNAL]
         rows.append(
             _checkpoint(
                 repo,
@@ -413,7 +413,7 @@ def _metrics(
     saves: Sequence[CheckpointReport], best: Mapping[str, CheckpointId], measured: Sequence[Measured]
 ) -> Iterable[MetricReport]:
     modes = {name: mode for one in measured for name, mode in one.modes.items()}
-    names = {name for one in saves for name in one.metrics}
+    names = {name for one in saves for name in one.metrics} - INTERNAL
     for name in [*sorted(names & modes.keys()), *sorted(names - modes.keys())]:
         there = [one for one in saves if name in one.metrics]
         wrong = tuple(one.id for one in there if not np.isfinite(one.metrics[name]))

@@ -10,12 +10,15 @@ import pytest
 import tenuto
 from tenuto import every, keep
 from tenuto.cli.console.output import Columns
+from tenuto.cli.views.run_listing import listing
+from tenuto.maintenance.remove import execute, plan_remove
 from tenuto.model.ids import CheckpointId
 from tenuto.repo import lineage
 from tenuto.repo.notes import add_note
 from tenuto.repo.repository import Repo
 from tenuto.store.local.store import LocalStore
 from tenuto.store.registry import open_store
+from tenuto.testing.object_store import Bucket, SimulatedObjectStore
 
 from .conftest import save
 
@@ -43,18 +46,50 @@ run small: 1 checkpoint, 4.04 KiB
     )
 
 
-def test_ls_counts_what_it_has_read_and_says_that_there_are_older_ones(cli, place):
-    """What was not read may be removed: two of three here are."""
+def test_ls_counts_what_there_is_and_lists_the_trash_on_request_alone(cli, place):
     with tenuto.Checkpointer(place, {"w": np.zeros(3)}, run="many", save=every(steps=1), keep=keep.all()) as ckpt:
         for _ in ckpt.steps(30):
             pass
     cli("keep", place, "--run", "many", "--latest", "10", "--yes")
-    page = cli("ls", place, "--run", "many")[1].splitlines()[0]
-    assert page.startswith("run many: 10 checkpoints, ") and "; 10 in the trash, " in page
-    assert page.endswith("; 10 older are not shown")
-    whole = cli("ls", place, "--run", "many", "--all")[1].splitlines()[0]
-    assert whole.startswith("run many: 10 checkpoints, ") and "; 20 in the trash, " in whole and "older" not in whole
-    assert cli("ls", place)[1].splitlines()[-1].endswith("; 10 older are not shown")
+    cli("undelete", place, "5", "--run", "many")
+    cli("rm", place, "29", "--run", "many", "--yes")
+    _, out, err = cli("ls", place, "--run", "many")
+    heading, _, *rows = out.splitlines()
+    assert heading.startswith("run many: 10 checkpoints, ") and heading.endswith("; 20 in the trash")
+    assert [int(row.split()[1]) for row in rows] == [30, *range(28, 20, -1), 5]
+    assert err.strip() == f"20 in the trash: tenuto ls /ckpts --run many --trash"
+    assert cli("ls", place, "--run", "many", "--all")[1] == out
+    page = cli("ls", place, "--run", "many", "--limit", "4")[1].splitlines()
+    assert page[0].startswith("run many: 4 of 10 saves shown, ") and page[0].endswith("; 20 in the trash")
+    assert len(page) == 6
+    trash = cli("ls", place, "--run", "many", "--trash")[1].splitlines()
+    assert trash[0].startswith("run many: 20 in the trash, ") and sum("removed" in row for row in trash) == 20
+    assert cli("ls", place)[1].splitlines()[-1].endswith("; 20 in the trash")
+
+
+def test_counts_of_one_listing_are_those_of_directories():
+    store = SimulatedObjectStore(Bucket())
+    for step in range(6):
+        tenuto.save({"w": np.zeros(3)}, store, step=step)
+    repo = Repo.open(store)
+    execute(repo, plan_remove(repo, [CheckpointId("main", 1, step) for step in (1, 2, 4)]))
+    (found,) = listing(repo, None, 2, trash=False)
+    assert ([row.id.step for row in found.rows], found.more, found.trash) == ([5, 3], 1, 3)
+
+
+def test_ls_shows_what_training_judges_by_and_not_what_adapters_write_for_themselves(cli, tmp_path, monkeypatch):
+    policy = keep.latest(3) | keep.best(1, "eval_loss") | keep.best(1, "best_model_step", "max")
+    with tenuto.Checkpointer(tmp_path / "ckpts", {"w": np.zeros(3)}, save=every(steps=1), keep=policy) as ckpt:
+        for step in ckpt.steps(2):
+            ckpt.log(best_model_step=float(step), aaa=1.0, eval_loss=0.5)
+    monkeypatch.setenv("COLUMNS", "80")
+    title = cli("ls", tmp_path / "ckpts")[1].splitlines()[1]
+    assert "eval_loss" in title
+    monkeypatch.setenv("COLUMNS", "300")
+    for words in ([], ["--where", "step > 0"]):
+        out = cli("ls", tmp_path / "ckpts", *words)[1]
+        assert "best_model_step" not in out and "aaa" in out
+    assert "best_model_step" in cli("show", tmp_path / "ckpts")[1]
 
 
 def test_ls_in_a_wide_terminal_shows_all_columns(cli, made, monkeypatch):

@@ -137,3 +137,13 @@ def test_a_manifest_that_is_damaged_is_verified_with_its_run(cli, place):
     flip(place / "runs/gpt/a0002/step-00000007/manifest.json", 40)
     status, out, _ = cli("verify", place, "--run", "gpt")
     assert (status, "1 of 6 checkpoints DAMAGED" in out) == (12, True)
+
+
+def test_damage_that_is_not_noted_says_how_ls_comes_to_know_of_it(cli, place):
+    flip(place / PACK, 4096 + 10)
+    status, _, err = cli("verify", place)
+    assert status == 12 and "note: nothing was written down; with --note `tenuto ls`" in err
+    assert "SUSPECT" not in cli("ls", place)[1]
+    status, _, err = cli("verify", place, "--note")
+    assert status == 12 and "written down" not in err
+    assert "SUSPECT" in cli("ls", place)[1]

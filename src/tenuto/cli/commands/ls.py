@@ -15,6 +15,7 @@ from tenuto.cli.console.where import VARIABLE, default_place
 from tenuto.cli.views.ages import age_s
 from tenuto.errors import UsageError, typed
 from tenuto.model.ids import attempt_key, run_key
+from tenuto.repo.best import INTERNAL
 from tenuto.units import age, count, size
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ def ls(
     """List runs and checkpoints, newest first.
 
     "best" is by the metrics that the training's policies use. "left behind" marks a checkpoint that does not lead to
-    the latest: training went back to an earlier one. Damaged, aborted, removed and copied ones are marked as such.
+    the latest: training went back to an earlier one. Damaged, aborted and copied ones are marked as such. What was
+    removed is counted, and listed with --trash (with --json in any case). Metrics that training's policies go by get a
+    column first. Of damage in data files ls knows what `tenuto verify --note` has noted, and what is missing or cut.
 
     --where and --sort list checkpoints of all runs in one table. They compare metrics, by name, and fields: `run,
     attempt, step, size, stored, leaves, ranks, created, age, line, tag, best, pinned, verified, proven, damaged,
@@ -118,7 +121,8 @@ def ls(
         return
     from tenuto.repo.notes import judged_without
 
-    runs = listing(repo, run, None if everything or trash else PAGE if limit is None and not json else limit)
+    page = None if everything or trash else PAGE if limit is None and not json else limit
+    runs = listing(repo, run, page, trash=trash or json)
     if trash:
         runs = in_trash(runs)
     if json:
@@ -137,6 +141,8 @@ def _print_all(runs: Sequence[RunRows], where: str) -> None:
         if number:
             output.line()
         _print(found)
+        if found.trash:
+            output.story(f"{found.trash:,} in the trash: {typed('tenuto', 'ls', where, '--run', found.run, '--trash')}")
         if found.more:
             rest = typed("tenuto", "ls", where, "--run", found.run, "--all")
             shown = found.latest is None or any(row.latest for row in found.rows)
@@ -213,28 +219,26 @@ def _json(found: RunRows) -> dict[str, object]:
 
 
 def _total(runs: Sequence[RunRows]) -> str:
-    checkpoints = count(sum(found.checkpoints for found in runs), _noun(runs[0]))
-    total = f"{count(len(runs), 'run')}, {checkpoints}, {size(sum(found.bytes for found in runs))}"
-    return total + _older(sum(found.more for found in runs))
-
-
-def _older(more: int) -> str:
-    """Returns how many older saves are not shown: they were not read, and may be removed or broken ones too."""
-    return f"; {more:,} older {'is' if more == 1 else 'are'} not shown" if more else ""
-
-
-def _noun(found: RunRows) -> str:
-    return "removed checkpoint" if found.counted == "removed" else "checkpoint"
+    return f"{count(len(runs), 'run')}, {_counted(runs)}"
 
 
 def _heading(found: RunRows) -> str:
-    if not found.rows:
+    if not found.rows and not found.trash:
         return f"run {found.run}: no checkpoint yet"
-    trash = f"{len(found.removed):,} in the trash, {size(sum(row.bytes or 0 for row in found.removed))}"
-    if len(found.removed) == len(found.rows):
-        return f"run {found.run}: {trash}{_older(found.more)}"
-    checkpoints = f"{count(found.checkpoints, _noun(found))}, {size(found.bytes)}"
-    return f"run {found.run}: {checkpoints}{f'; {trash}' if found.removed else ''}{_older(found.more)}"
+    return f"run {found.run}: {_counted([found])}"
+
+
+def _counted(runs: Sequence[RunRows]) -> str:
+    """Returns how many there are. What is not shown was not read: it may be a save that was never finished, too."""
+    rows, nbytes = [row for found in runs for row in found.rows], size(sum(found.bytes for found in runs))
+    if runs[0].counted == "removed":
+        return f"{len(rows):,} in the trash, {nbytes}"
+    more, trash = sum(found.more for found in runs), sum(found.trash for found in runs)
+    if more:
+        text = f"{len(rows):,} of {count(len(rows) + more, 'save')} shown, {nbytes}"
+    else:
+        text = f"{count(sum(found.checkpoints for found in runs), 'checkpoint')}, {nbytes}"
+    return f"{text}; {trash:,} in the trash" if trash else text
 
 
 def _print(found: RunRows) -> None:
@@ -271,6 +275,6 @@ def _print(found: RunRows) -> None:
 
 def _metrics(found: RunRows) -> list[str]:
     """Returns the metrics to show: those that training's policies go by first, then in the order of their names."""
-    there = {name for row in found.rows for name in row.metrics}
+    there = {name for row in found.rows for name in row.metrics} - INTERNAL
     judged = {name for row in found.rows for name in row.modes} & there
     return [*sorted(judged), *sorted(there - judged)][:SHOWN_METRICS]

@@ -102,7 +102,7 @@ def verify(
     if unnoted is not None:
         output.story(f"warning: the result is not noted with every checkpoint: {unnoted.message}")
     if not report.ok:
-        _hint(repo, report)
+        _hint(repo, report, noted=note)
         raise typer.Exit(DAMAGED)
     if unnoted is not None:
         raise typer.Exit(unnoted.exit_code)  # the JSON document is already printed, and there must be only one
@@ -196,11 +196,13 @@ def _words(finding: Finding) -> str:
     return f"{head}  " + f"\n{indent}".join(lines)
 
 
-def _hint(repo: Repo, report: VerifyReport) -> None:
+def _hint(repo: Repo, report: VerifyReport, *, noted: bool) -> None:
     damaged = report.damaged()
     if not damaged:
         output.story(f"hint: {typed('tenuto', 'repair', repo.url, '--dry-run')} shows what can be repaired")
         return
+    if not noted and report.every_byte:
+        output.story("note: nothing was written down; with --note `tenuto ls`, retention and restores know of it")
     checked = set(report.checked)
     whole = [id for id in sorted(checked - set(damaged), reverse=True) if id.run == damaged[-1].run]
     passes = f"; restoring passes over damaged ones, as far as {whole[0]}" if whole else ""

@@ -10,6 +10,7 @@ from tenuto.cli.console.output import Columns, joined_marks
 from tenuto.cli.views.ages import age_s
 from tenuto.cli.views.run_listing import unhealthy
 from tenuto.model.ids import attempt_key
+from tenuto.repo.best import INTERNAL
 from tenuto.units import age, count, size
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def print_rows(rows: Sequence[Row], asked: Sequence[str], *, more: bool = False)
         output.story("no checkpoint matches")
         return
     there = {name for row in rows for name in row.metrics}
-    names = [*dict.fromkeys([*(name for name in asked if name in there), *sorted(there)])][:_METRICS]
+    names = [*dict.fromkeys([*(name for name in asked if name in there), *sorted(there - INTERNAL)])][:_METRICS]
     titles = [output.clipped(output.clean(name), 16) for name in names]
     table = Columns(
         ("RUN", "ATTEMPT", "STEP", "AGE", "SIZE", *titles, "STATE"),
@@ -50,7 +51,7 @@ def print_rows(rows: Sequence[Row], asked: Sequence[str], *, more: bool = False)
 def _marks(row: Row) -> list[str]:
     marks = {
         "latest": row.latest,
-        **{f"best {metric}": True for metric in row.best},
+        **{f"best {metric}": True for metric in row.best if metric not in INTERNAL},
         "left behind": row.line == "left" and not row.damaged,
         "DAMAGED": row.damaged and row.size is None,
         "SUSPECT": row.damaged and row.size is not None,

@@ -17,8 +17,8 @@ from tenuto.errors import (
 from tenuto.model.exactness import Exactness, exactness
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.record import record
-from tenuto.repo.best import Measured, Mode, best_of_each, modes_of
-from tenuto.repo.format.object_names import NOTES
+from tenuto.repo.best import INTERNAL, Measured, Mode, best_of_each, modes_of
+from tenuto.repo.format.object_names import MANIFEST, NOTES
 from tenuto.repo.notes import unread, verification_of
 from tenuto.units import age, count
 
@@ -198,6 +198,7 @@ class RunRows:
 
     latest: what the run means, shown or not.
     more: how many older saves were left out.
+    trash: how many removed ones were left out, because they were not asked for.
     owner: the process that trains it, if one does.
     best: of the rows, the best by each metric whose direction training has recorded.
     counted: the state of the rows that `checkpoints` and `bytes` are of.
@@ -211,6 +212,7 @@ class RunRows:
     owner: RunOwner | None = None
     best: Mapping[str, CheckpointId] = field(default_factory=dict)
     counted: str = "committed"
+    trash: int = 0
 
     @property
     def checkpoints(self) -> int:
@@ -240,7 +242,7 @@ class RunRows:
         return found
 
     def best_of(self, row: RunRow) -> list[str]:
-        return [metric for metric, id in self.best.items() if id == row.id]
+        return [metric for metric, id in self.best.items() if id == row.id and metric not in INTERNAL]
 
 
 def in_trash(runs: list[RunRows]) -> list[RunRows]:
@@ -249,15 +251,15 @@ def in_trash(runs: list[RunRows]) -> list[RunRows]:
     return [run for run in found if run.rows]
 
 
-def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> list[RunRows]:
+def listing(repo: Repo, only: str | None = None, limit: int | None = None, *, trash: bool = True) -> list[RunRows]:
     """Returns every run, or `only` one; of each at most the `limit` newest saves. Raises RunNotFound, listing the runs
-    that exist.
+    that exist. `trash`: with what is removed and still there, which is only counted otherwise.
 
     With a limit, the directories of the attempts are listed, and only what is shown is read.
     """
     from tenuto.repo.lineage import latest
 
-    runs = _all_saves(repo) if limit is None else _newest_saves(repo, only, limit)
+    runs = _all_saves(repo, trash=trash) if limit is None else _newest_saves(repo, only, limit, trash=trash)
     saves = [save for found in runs.values() for save in found.saves if save.state == "committed"]
     resting = {base: str(save.id) for save in saves for base in save.bases}
     if only is not None:
@@ -275,7 +277,7 @@ def listing(repo: Repo, only: str | None = None, limit: int | None = None) -> li
         newest = latest(repo, run)
         listed = tuple(_rows(repo, run, found.saves, newest, refs, resting=resting))
         owner, best = owner_of(repo, run), _best(run, listed)
-        rows.append(RunRows(run, found.attempts, listed, newest, found.more, owner, best))
+        rows.append(RunRows(run, found.attempts, listed, newest, found.more, owner, best, trash=found.trash))
     return rows
 
 
@@ -307,9 +309,10 @@ class _RunSaves:
     attempts: tuple[int, ...] = ()
     saves: list[SaveDirectory] = field(default_factory=list)
     more: int = 0
+    trash: int = 0
 
 
-def _all_saves(repo: Repo) -> dict[str, _RunSaves]:
+def _all_saves(repo: Repo, *, trash: bool) -> dict[str, _RunSaves]:
     from tenuto.maintenance.census import take_census
 
     census = take_census(repo)
@@ -319,33 +322,43 @@ def _all_saves(repo: Repo) -> dict[str, _RunSaves]:
         found.attempts = (*found.attempts, number)
     for save in census.saves.values():
         if save.state in STATES:
-            runs.setdefault(save.id.run, _RunSaves()).saves.append(save)
+            found = runs.setdefault(save.id.run, _RunSaves())
+            if save.state == "removed" and not trash:
+                found.trash += 1
+            else:
+                found.saves.append(save)
     return runs
 
 
-def _newest_saves(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSaves]:
+def _newest_saves(repo: Repo, only: str | None, limit: int, *, trash: bool) -> dict[str, _RunSaves]:
     from tenuto.maintenance.census import census_of, names_of_runs
 
     if repo.store.capabilities.remote:
-        return _newest_of_one_listing(repo, only, limit)
+        return _newest_of_one_listing(repo, only, limit, trash=trash)
     runs: dict[str, _RunSaves] = {}
     for run, names in names_of_runs(repo).items():
         found = _RunSaves(tuple(sorted(names.claimed)))
         if only is None or run == run_key(only):
-            found.more = sum(map(len, names.steps.values()))
+            # What was brought back may have left a directory in the trash.
+            there = set() if trash else {CheckpointId(run, attempt, step) for attempt, step in names.trash}
+            gone = {id for id in there if not repo.exists(id)}
+            found.trash = len(gone)
+            found.more = sum(map(len, names.steps.values())) - len(gone)
             for id in names.newest_first(run):
+                if id in gone:
+                    continue
                 save = census_of(repo, id)
                 found.more -= 1
                 if save.state in STATES:
                     found.saves.append(save)
                     if len(found.saves) == limit:
                         break
-        if found.attempts or found.saves:
+        if found.attempts or found.saves or found.trash:
             runs[run] = found
     return runs
 
 
-def _newest_of_one_listing(repo: Repo, only: str | None, limit: int) -> dict[str, _RunSaves]:
+def _newest_of_one_listing(repo: Repo, only: str | None, limit: int, *, trash: bool) -> dict[str, _RunSaves]:
     """Does what `_newest_saves` does where each call is a request: lists everything in one go, which is a request for
     each thousand objects, and reads what is shown, several at once."""
     from tenuto.maintenance.census import classify_all, list_names
@@ -356,8 +369,11 @@ def _newest_of_one_listing(repo: Repo, only: str | None, limit: int) -> dict[str
         found = runs.setdefault(run, _RunSaves())
         found.attempts = (*found.attempts, number)
     for run in [*runs] if only is None else [run_key(only)]:
-        waiting = sorted((id for id in census.saves if id.run == run), reverse=True)
+        of_run = {id: save for id, save in census.saves.items() if id.run == run}
+        gone = {id for id, save in of_run.items() if not trash and save.trash and not save.has(MANIFEST)}
+        waiting = sorted(of_run.keys() - gone, reverse=True)
         found = runs.get(run, _RunSaves())
+        found.trash = len(gone)
         while waiting and len(found.saves) < limit:
             wanted = limit - len(found.saves)
             some = [census.saves[id] for id in waiting[:wanted]]
@@ -365,7 +381,7 @@ def _newest_of_one_listing(repo: Repo, only: str | None, limit: int) -> dict[str
             classify_all(repo, some)
             found.saves += [save for save in some if save.state in STATES]
         found.more = len(waiting)
-        if found.attempts or found.saves:
+        if found.attempts or found.saves or found.trash:
             runs[run] = found
     return runs
 

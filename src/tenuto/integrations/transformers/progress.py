@@ -11,8 +11,9 @@ from typing import Any, Final
 import torch
 
 from tenuto.errors import CorruptionError
+from tenuto.repo.best import TRAINERS_BEST
 
-BEST: Final = "best_model_step"
+BEST: Final = TRAINERS_BEST
 """The metric that says which model is the best: of a step that made a new best one its number, else 0. keep.best keeps
 a checkpoint without its metric, which may still come."""
 NO_METRICS: Final = ("step", "epoch")

@@ -188,8 +188,8 @@ class _Parser:
             self.entries[key] = self.entry(key)
 
     def usual(self, found: re.Match[str]) -> bool:
-        """Takes a member that is whole and spelled as safetensors and Tenuto spell it, in a quarter of the time that the
-        rest of this parser takes, which gets all others and says what is wrong with them."""
+        """Takes a member that is whole and spelled as safetensors and Tenuto spell it, in a quarter of the time. All
+        others are for the rest of this parser, which says what is wrong with them."""
         key, code, sizes, start, stop = found.groups()
         shape, first, last = tuple(map(int, sizes.split(","))) if sizes else (), int(start), int(stop)
         if key in self.entries or key == METADATA or SIZES.get(code, -1) * _product(shape) != last - first:
