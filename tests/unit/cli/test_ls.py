@@ -57,7 +57,7 @@ def test_ls_counts_what_there_is_and_lists_the_trash_on_request_alone(cli, place
     heading, _, *rows = out.splitlines()
     assert heading.startswith("run many: 10 checkpoints, ") and heading.endswith("; 20 in the trash")
     assert [int(row.split()[1]) for row in rows] == [30, *range(28, 20, -1), 5]
-    assert err.strip() == f"20 in the trash: tenuto ls /ckpts --run many --trash"
+    assert err.strip() == "20 in the trash: tenuto ls /ckpts --run many --trash"
     assert cli("ls", place, "--run", "many", "--all")[1] == out
     page = cli("ls", place, "--run", "many", "--limit", "4")[1].splitlines()
     assert page[0].startswith("run many: 4 of 10 saves shown, ") and page[0].endswith("; 20 in the trash")
