@@ -124,6 +124,8 @@ def walk(node: Json, path: str = "") -> Iterator[tuple[str, Json]]:
 
 OBJECTS: Final = frozenset({"module", "optimizer", "object"})
 """Kinds whose content an existing object has to take: without one it is entries, and no longer what was saved."""
+NEED_TARGET: Final = OBJECTS | {"enum", "dataclass", "namedtuple", "defaultdict", "tagged", "subclass"}
+"""Kinds of values that only something of the target, or of the program, can make what they were."""
 
 
 def holds_objects(node: Json) -> bool:

@@ -34,7 +34,7 @@ from tenuto.state.declarations import Shard, ShardLayout, attached
 from tenuto.state.encode.walker import StateWalker, StructureChanged
 from tenuto.state.frameworks import Refresh, type_name
 from tenuto.state.restore.match import refuse_unmatched
-from tenuto.state.restore.restorer import MODULES, Restorer, Thunk
+from tenuto.state.restore.restorer import ABSENT, MODULES, Restorer, Thunk
 from tenuto.state.tree import KEYED, LEAVES, ROOT, items, kind_of, name_of
 
 # -- FSDP2
@@ -103,8 +103,8 @@ def through_load_state_dict(
             materialise(ours, number, spec, where, restorer)
         restorer.restored.append(where)
         device = ours.device if isinstance(ours, torch.Tensor) and not ours.is_meta else restorer.device
-        with restorer.on(device):
-            state[keys.get(name, name)] = restorer.rebuild(bare(child), where, ours)
+        with restorer.on(device), restorer.for_an_object(child):
+            state[keys.get(name, name)] = restorer.rebuild(bare(child), where, ABSENT if name not in present else ours)
     metadata = _metadata_for(module, node)
     paths = {keys.get(name, name): join(path, escape(name)) for name in (*keys, *theirs)}
 
@@ -455,7 +455,8 @@ def _extra(module: nn.Module, one: ModuleEntry, node: Json, path: str, restorer:
     """Plans extra state, whatever the module's class makes of it."""
     raw = one.key[: -len(_EXTRA)]
     owner = next(place.module for place in places(module) if place.raw == raw)
-    value = restorer.rebuild(bare(node), path, one.value)
+    with restorer.for_an_object(node):
+        value = restorer.rebuild(bare(node), path, one.value)
     restorer.restored.append(path)
     restorer.later(path, lambda: owner.set_extra_state(value()), MODULES)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tenuto.errors import CorruptionError, StateError, Unserialisable
+from tenuto.errors import CorruptionError, StateError, StateMismatch, Unserialisable
 from tenuto.integrations.torch.device import (
     QUANTISED,
     TORCH_DTYPES,
@@ -25,14 +25,15 @@ from tenuto.integrations.torch.device import (
     writable,
 )
 from tenuto.integrations.torch.meshes import is_dtensor
-from tenuto.model.leaf import DTYPES, LeafSpec, escape, join
+from tenuto.model.leaf import DTYPES, LeafSpec, escape, join, unescape
 from tenuto.model.records import Json
 from tenuto.record import record
 from tenuto.state.contract import Buffer, Sink
 from tenuto.state.declarations import Shard, ShardLayout, attached, declarations
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.walker import StateWalker, StructureChanged
-from tenuto.state.frameworks import Refresh, Tagged, type_name
+from tenuto.state.frameworks import Refresh, type_name
+from tenuto.state.restore.class_fields import stand_in
 from tenuto.state.restore.restorer import SWAPS, Restorer, Thunk
 from tenuto.state.tree import LEAVES, ROOT, items, segment
 
@@ -179,7 +180,7 @@ def encode(tensor: torch.Tensor, path: str, writer: StateWalker) -> tuple[Json, 
     layout = attached(tensor)
     if layout is not None:
         return _encode_declared(tensor, layout, path, writer)
-    if is_subclass(tensor):
+    if is_subclass(tensor) and not tensor.is_nested:
         return _subclass_node(tensor, path, writer), lambda again, replay: _subclass_node(again, path, replay)
     check(tensor, path)
     if tensor.layout is not torch.strided:
@@ -507,9 +508,40 @@ def _restore_subclass(tensor: torch.Tensor, node: Json, path: str, restorer: Res
 
 
 def fresh_subclass(node: Json, path: str, restorer: Restorer) -> Thunk:
-    thunks = {str(name): restorer.rebuild(child, join(path, str(name))) for name, child in items(node)}
-    build: Callable[[], Any] = lambda: Tagged(str(node.get("type")), {name: thunk() for name, thunk in thunks.items()})  # noqa: E731
+    """Plans a new tensor of a class that the program has loaded already; else a stand-in with what it consists of."""
+    name = str(node.get("type"))
+    thunks = {unescape(str(key)): restorer.rebuild(child, join(path, str(key))) for key, child in items(node)}
+    kind = loaded_subclass(name)
+    if kind is None:
+        return stand_in(restorer, path, name, lambda: {key: thunk() for key, thunk in thunks.items()})
+    context = restorer.rebuild(node.get("context"), path)
+
+    def build() -> Any:
+        parts = {key: thunk() for key, thunk in thunks.items()}
+        try:
+            made = kind.__tensor_unflatten__(parts, context(), torch.Size(node["shape"]), tuple(node["stride"]))
+            if type(made) is not kind or list(made.shape) != node["shape"]:
+                raise ValueError(f"it made a {type_name(type(made))} {list(made.shape)}")
+        except Exception as error:
+            raise StateMismatch(
+                f"{path or ROOT}: a {name} could not be made of what was saved: {error!r}", subject=path
+            ) from error
+        return made
+
     return build
+
+
+def loaded_subclass(name: str) -> Any:
+    """Returns the class of tensors made of others that has this name, if the program has loaded it; the newest of
+    several, as a notebook makes them. Nothing is imported for it."""
+    waiting: list[type] = [torch.Tensor]
+    found = None
+    while waiting:
+        kind = waiting.pop()
+        if type_name(kind) == name and hasattr(kind, "__tensor_unflatten__"):
+            found = kind
+        waiting += reversed(kind.__subclasses__())
+    return found
 
 
 # -- many dense tensors, re-recorded in well under a microsecond each

@@ -122,12 +122,18 @@ def _class(node: Json, like: Any) -> type | None:
     return type(like) if like is not ABSENT and type_name(type(like)) == node.get("type") else None
 
 
+def stand_in(plan: Restorer, path: str, tag: str, value: Thunk) -> Thunk:
+    """Plans a stand-in for a value whose class nothing offers. An object's own load has no use for one."""
+    if plan.taken_by_objects:
+        return plan.mismatch(None, path, f"a {tag}", "no class for it: tenuto.register makes it known")
+    return lambda: Tagged(tag, value())
+
+
 def enum_member(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
     name = "" if node.get("name") is None else name_of(node["name"])
     kind = _class(node, like)
     if kind is None or not issubclass(kind, enum.Enum):
-        stand_in = Tagged(name_of(node.get("type")), name)
-        return lambda: stand_in
+        return stand_in(plan, path, name_of(node.get("type")), lambda: name)
     if name in kind.__members__:
         return lambda: kind.__members__[name]
     raw = plan.rebuild(node.get("v"), path)
@@ -151,7 +157,7 @@ def named_fields(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -
         thunks[name] = plan.value(child, now, where) if keep and now is not ABSENT else plan.rebuild(child, where, now)
     if kind is None:
         tag = name_of(node.get("type"))
-        return lambda: Tagged(tag, {name: thunk() for name, thunk in thunks.items()})
+        return stand_in(plan, path, tag, lambda: {name: thunk() for name, thunk in thunks.items()})
     if type_name(kind) != node.get("type"):
         plan.notes.append(f"{path or ROOT}: saved by a {node.get('type')}, restored into a {type_name(kind)}")
     if keep:
@@ -180,7 +186,7 @@ def tagged(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
     inner = plan.rebuild(node.get("v"), path)
     known = frameworks.registered_name(tag)
     if known is None:
-        return lambda: Tagged(tag, inner())
+        return stand_in(plan, path, tag, inner)
 
     def build() -> Any:
         try:

@@ -27,7 +27,6 @@ from tenuto.state.tree import (
     kind_of,
     segment,
     sequence,
-    walk,
 )
 
 # -- keys of dictionaries and elements of sets: spelled for comparison, and restored as hashable values
@@ -69,8 +68,6 @@ _Entry = tuple[Any, Json, Any, str]
 
 _MANY: Final = 16
 """From this many leaves on, handling them together pays."""
-
-_NEEDS_CLASS: Final = frozenset({"enum", "dataclass", "namedtuple", "defaultdict"})
 
 
 def structured(node: Json, like: Any) -> bool:
@@ -238,10 +235,10 @@ def stateful(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
         return lambda: like
     if node.get("type") != type_name(type(like)):
         plan.notes.append(f"{path or ROOT}: saved by a {node.get('type')}, restored into a {type_name(type(like))}")
-    asked = any(kind_of(one) in _NEEDS_CLASS for _, one in walk(node["v"])) or not plan.selection.everything
-    present = like.state_dict() if asked else ABSENT
     before = len(plan.created)
-    state = _selected(plan, node["v"], present, path)
+    with plan.for_an_object(node["v"]):
+        asked = plan.taken_by_objects or not plan.selection.everything
+        state = _selected(plan, node["v"], like.state_dict() if asked else ABSENT, path)
     plan.restored.extend(plan.created[before:] or [path or ROOT])
     del plan.created[before:]
     plan.later(path, lambda: like.load_state_dict(state()))

@@ -14,13 +14,14 @@ from tenuto.state import frameworks
 from tenuto.state.declarations import MARKS, Shard
 from tenuto.state.encode.atoms import DECODERS, ENCODERS, FACTORIES, decode_atom, random_state
 from tenuto.state.frameworks import Tagged, is_stateful, type_name
-from tenuto.state.restore.class_fields import enum_member, named_fields, refused, tagged
+from tenuto.state.restore.class_fields import enum_member, named_fields, refused, stand_in, tagged
 from tenuto.state.restore.entries import key_thunk, matched, spell, spelled, stateful, structured
 from tenuto.state.restore.restorer import ABSENT, Restorer, Thunk
 from tenuto.state.restore.selection import Selection
 from tenuto.state.tree import (
     FIRST_RANK,
     LEAVES,
+    OBJECTS,
     OWN,
     ROOT,
     STRUCTURE,
@@ -81,7 +82,6 @@ _KEYED_TYPES: Final[dict[str, type]] = {
     "defaultdict": collections.defaultdict,
 }
 _FACTORY_BY_NAME: Final = {name: kind for kind, name in FACTORIES.items()}
-_NEEDS_CLASS: Final = frozenset({"enum", "dataclass", "namedtuple", "defaultdict"})
 _FOREIGN_ATOMS: Final = ("torch.size", "torch.dtype", "torch.device")
 
 
@@ -108,8 +108,10 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
             return matched(plan, node, like, path)
         if (mismatch := refused(plan, node, like, path)) is not None:
             return mismatch
-    if keep and like is None and holds_objects(node):
-        return _nobody_takes(plan, node, path)
+    if plan.taken_by_objects and not keep and kind in OBJECTS:
+        return _object(plan, node, like, path)
+    if keep and type(like) in ENCODERS and holds_objects(node):
+        return _nobody_takes(plan, node, like, path)
     if keep and kind not in _TRANSPARENT and not plan.takes(path):
         return lambda: like
     if keep and kind == "random" and isinstance(like, random.Random):
@@ -122,12 +124,22 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
     return _build(plan, node, like, path, keep)
 
 
-def _nobody_takes(plan: Restorer, node: Json, path: str) -> Thunk:
-    """Refuses an object's state where the target has None: as plain entries it would look restored, and whoever makes
-    the object later would go on with a fresh one."""
+def _nobody_takes(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
+    """Refuses an object's state where the target has None, or a number or text: as plain entries it would look
+    restored, and whoever makes the object later would go on with a fresh one."""
     if not plan.takes_some(node, path):
-        return lambda: None
-    return plan.mismatch(None, path, plan.words(node), "None, and not yet the object that takes it,")
+        return lambda: like
+    ours = "None, and not yet the object that takes it," if like is None else f"the value {like!r}"[:60]
+    return plan.mismatch(like, path, plan.words(node), ours)
+
+
+def _object(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
+    """Restores an object inside another one's state into the object that the target's own state has at this place: as
+    plain entries, the outer one would take them for the object and fail steps later."""
+    if like is not ABSENT and (is_stateful(like) or frameworks.adapter_for(type(like)) is not None):
+        return value(plan, node, like, path, True)
+    ours = "no object" if like is ABSENT else f"a {type_name(type(like))}"
+    return plan.mismatch(None if like is ABSENT else like, path, plan.words(node), f"{ours} that would take it")
 
 
 _TRANSPARENT: Final = frozenset({"dataclass", "namedtuple", "tuple"})
@@ -168,12 +180,14 @@ def plain(node: Json) -> Any:
     return Restorer((), None, Selection(), None, False).rebuild(node, "")()
 
 
-def _hint(like: Any, key: Any) -> Any:
-    """Returns the present value at a key, or any sibling: it may offer a class."""
+def _hint(plan: Restorer, like: Any, key: Any, child: Json) -> Any:
+    """Returns the present value at a key, or any sibling, which may offer a class: but not for what an object of its
+    own has to take."""
+    exact = plan.taken_by_objects and holds_objects(child)
     if isinstance(like, Mapping):
-        return like[key] if key in like else next(iter(like.values()), ABSENT)
+        return like[key] if key in like else ABSENT if exact else next(iter(like.values()), ABSENT)
     if isinstance(like, list | tuple | collections.deque) and like and type(key) is int:
-        return like[key] if key < len(like) else like[-1]
+        return like[key] if key < len(like) else ABSENT if exact else like[-1]
     return ABSENT
 
 
@@ -190,7 +204,7 @@ def _mapping(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Th
         where = join(path, segment(key))
         present = key if type(key) is str else known.get(spelled(key), ABSENT)
         in_place = keep and isinstance(like, Mapping) and present is not ABSENT and present in like
-        hint = _hint(like, present)
+        hint = _hint(plan, like, present, child)
         thunks.append(
             (
                 key_thunk(plan, key, known, where),
@@ -199,16 +213,17 @@ def _mapping(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Th
         )
     in_target = keep and type(like) is kind
 
+    def made() -> dict[Any, Any]:
+        return {key(): one for key, child in thunks if (one := child()) is not ABSENT}
+
+    if node.get("factory") == "?" and not in_target and not isinstance(like, collections.defaultdict):
+        return stand_in(plan, path, "collections.defaultdict", made)
+
     def build() -> Any:
-        made = {key(): one for key, child in thunks if (one := child()) is not ABSENT}
+        found = made()
         if in_target:
             like.clear()
-            return _filled(like, made)
-        return (
-            _filled(_empty(node, kind, like), made)
-            if node.get("factory") != "?" or isinstance(like, collections.defaultdict)
-            else Tagged("collections.defaultdict", made)
-        )
+        return _filled(like if in_target else _empty(node, kind, like), found)
 
     return build
 
@@ -233,7 +248,7 @@ def _children(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> l
     same = keep and isinstance(like, list | tuple | collections.deque) and len(like) == len(found)
     thunks: list[Thunk] = []
     for number, child in enumerate(found):
-        where, hint = join(path, str(number)), _hint(like, number)
+        where, hint = join(path, str(number)), _hint(plan, like, number, child)
         made = value(plan, child, hint, where, True) if same else plan.rebuild(child, where, hint)
         thunks.append(made if kind_of(child) != OWN else _none_where_absent(made))
     return thunks

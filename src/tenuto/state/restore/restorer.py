@@ -20,7 +20,7 @@ from tenuto.state.contract import Buffer, Form, Rows, Sink
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.walker import owners
 from tenuto.state.restore.selection import Selection
-from tenuto.state.tree import LEAVES, ROOT, kind_of, leaf_nodes, number_of, terminals
+from tenuto.state.tree import LEAVES, NEED_TARGET, ROOT, kind_of, leaf_nodes, number_of, terminals, walk
 
 Thunk = Callable[[], Any]
 _TargetMemory = tuple[int, str, Callable[[], Geometry]]
@@ -94,6 +94,8 @@ class Restorer:
         """Scratch space of adapters for one restore."""
         self.faults: list[str] = []
         """Problems that even strict=False cannot overlook."""
+        self.taken_by_objects = False
+        """Whether new values are planned for an object's own load, which has no use for a stand-in."""
         self._specs = specs
         self._target = target
         self._base = 0
@@ -325,6 +327,16 @@ class Restorer:
     def value(self, node: Json, like: Any, path: str) -> Thunk:
         """Plans restoring `like` in place."""
         return self._planned(self, node, like, path, True)
+
+    @contextmanager
+    def for_an_object(self, node: Json) -> Iterator[None]:
+        """Makes what `node` has of objects and classes go, inside, into those of the target, or be a mismatch."""
+        before = self.taken_by_objects
+        self.taken_by_objects = before or any(kind_of(one) in NEED_TARGET for _, one in walk(node))
+        try:
+            yield
+        finally:
+            self.taken_by_objects = before
 
     @contextmanager
     def on(self, device: Any) -> Iterator[None]:

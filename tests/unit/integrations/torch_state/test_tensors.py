@@ -14,7 +14,7 @@ from tenuto.integrations.torch.device import QUANTISED, TORCH_DTYPES, TorchBound
 from tenuto.integrations.torch.tensors import TensorSink, bytes_of
 from tenuto.model.leaf import DTYPES
 from tenuto.state.encode.flattener import flatten
-from tenuto.state.frameworks import Tagged, register
+from tenuto.state.frameworks import register
 
 KINDS = sorted({str(kind)[6:] for kind in vars(torch).values() if isinstance(kind, torch.dtype)})
 
@@ -199,17 +199,32 @@ def test_subclasses_come_back_into_their_own_class(carrier: Any) -> None:
     carrier.load(saved, {"w": target})
     assert target.inner.tolist() == [5, 5, 5] and target.scale.item() == 5.0
     found = carrier.load(saved)["w"]
-    assert isinstance(found, Tagged) and found.value["inner"].tolist() == [5, 5, 5]
+    assert type(found) is Scaled and found.inner.tolist() == [5, 5, 5] and found.scale == 5 and found.tag == "x"
     with pytest.raises(StateMismatch, match="w: "):
         carrier.load(saved, {"w": torch.zeros(3)})
     with pytest.raises(StateMismatch, match="context"):
         carrier.load(saved, {"w": make(0, "y")})
 
 
+def test_a_subclass_that_is_not_loaded_is_its_parts_and_one_that_refuses_them_is_named(
+    carrier: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = Scaled(torch.ones(3, dtype=torch.int8), torch.tensor(2.0))
+    monkeypatch.setattr(Scaled, "__module__", "gone")
+    saved = carrier.save({"w": value})
+    monkeypatch.undo()
+    found = carrier.load(saved)["w"]
+    assert found.type_name == "gone.Scaled" and found.value["inner"].tolist() == [1, 1, 1]
+    monkeypatch.setattr(Scaled, "__tensor_unflatten__", staticmethod(lambda parts, *_: parts["inner"]))
+    with pytest.raises(StateMismatch, match=r"w: a .*Scaled could not be made of what was saved"):
+        carrier.round_trip({"w": value})
+
+
 def test_what_has_no_bytes_is_refused_by_path() -> None:
     for value in (
         torch.empty(2, device="meta"),
         torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
         torch.nn.UninitializedParameter(),
     ):
         with warnings.catch_warnings():

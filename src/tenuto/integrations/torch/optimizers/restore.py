@@ -22,7 +22,7 @@ from tenuto.record import record
 from tenuto.state.declarations import Shard, attached
 from tenuto.state.frameworks import type_name
 from tenuto.state.restore.entries import key_node
-from tenuto.state.restore.restorer import OPTIMIZERS, Restorer, Thunk
+from tenuto.state.restore.restorer import ABSENT, OPTIMIZERS, Restorer, Thunk
 from tenuto.state.restore.selection import Selection
 from tenuto.state.tree import KEYED, LEAVES, ROOT, is_part, items, kind_of, name_of, segment, sequence, walk
 
@@ -158,10 +158,11 @@ def restore(optimizer: Optimizer, node: Json, path: str, restorer: Restorer) -> 
         )
     saved = saved_in(node, path)
     plan = _Plan(optimizer, saved, path, restorer)
-    if its_own_way(optimizer, "load_state_dict") or saved.extra:
-        plan.through_load_state_dict()
-    else:
-        plan.in_place()
+    with restorer.for_an_object(node["v"]):
+        if its_own_way(optimizer, "load_state_dict") or saved.extra:
+            plan.through_load_state_dict()
+        else:
+            plan.in_place()
     return lambda: optimizer
 
 
@@ -279,11 +280,12 @@ class _Plan:
             entries = [(join(source.path, segment(key)), child, now.get(self._plain_key(key, source.path)))
                        for key, child in items(source.node) if kind_of(child) not in LEAVES]  # fmt: skip
         lacking = [
-            f"{where}: a tensor of other tensors ({found[0].get('type')}) in the checkpoint, and none to fill in the "
-            "target: let the optimizer make its state first"
+            f"{where}: a tensor of other tensors ({found[0].get('type')}) in the checkpoint, of a class that this "
+            "program has not loaded: import it, or let the optimizer make its state first"
             for where, child, now in entries
             if (found := [one for _, one in walk(child) if kind_of(one) == "subclass"])
             and not (found[0] is child and _is_subclass(now))
+            and any(tensors.loaded_subclass(str(one.get("type"))) is None for one in found)
             and restorer.takes_some(child, where)
         ]
         restorer.mismatched.extend(lacking)
@@ -330,7 +332,7 @@ class _Plan:
     def _value(self, source: _SavedState, key: str, node: Json, path: str, now: Any) -> Thunk:
         """Plans one entry of a parameter's state: filled in place if it exists, else new."""
         restorer = self._restorer
-        if kind_of(node) == "subclass":
+        if kind_of(node) == "subclass" and _is_subclass(now):
             return tensors.restore(now, node, path, restorer)
         part = self._part(source, key, node, path, now) if kind_of(node) in LEAVES else None
         if part is not None:
@@ -340,7 +342,7 @@ class _Plan:
             if spec.shape == now.shape and TORCH_DTYPES.get(spec.dtype) is now.dtype:
                 return tensors.restore(now, node, path, restorer)
         with restorer.on(self._device(source, key, node)):
-            return restorer.rebuild(node, path)
+            return restorer.rebuild(node, path, ABSENT if now is None else now)
 
     def _part(self, source: _SavedState, key: str, node: Json, path: str, now: Any) -> Thunk | None:
         """Plans state laid out like its parameter (a part of a global tensor), or replicated next to such a parameter;
@@ -444,11 +446,11 @@ class _Plan:
         for number, (group, match) in enumerate(zip(self._optimizer.param_groups, self._groups, strict=True)):
             thunks: dict[str, Thunk] = {}
             for key, node in self._saved.groups[match][0] if match is not None else ():
-                now = group.get(key) if in_place else None
+                now: Any = group.get(key, ABSENT)
                 where = join(join(join(self._path, "param_groups"), str(number)), segment(key))
                 if not restorer.takes_some(node, where):
                     continue
-                if now is not None and tensors.is_dense(now) and restorer.words(node) == tensors.words(now):
+                if in_place and tensors.is_dense(now) and restorer.words(node) == tensors.words(now):
                     thunks[key] = tensors.restore(now, node, where, restorer)
                 else:
                     thunks[key] = restorer.rebuild(node, where, now)
@@ -461,7 +463,7 @@ class _Plan:
         numbers = {mark: number for number, mark in enumerate(self._by_mark)}
         present = optimizer.state
         state = {
-            numbers[restorer.number_at(one.name)]: self._entries(one, _subclasses(present.get(one.parameter)))
+            numbers[restorer.number_at(one.name)]: self._entries(one, _own_kind(present.get(one.parameter)))
             for one in self._states()
         }
         groups = [
@@ -486,11 +488,11 @@ class _Plan:
         restorer.later(self._path, apply, OPTIMIZERS)
 
 
-def _subclasses(present: Any) -> Any:
-    """Returns the subclasses in a parameter's state, which only they themselves can restore."""
+def _own_kind(present: Any) -> Any:
+    """Returns what only itself can restore of a parameter's state: tensors of other tensors, and objects."""
     if type(present) is dict:
-        return {key: value for key, value in present.items() if _is_subclass(value)}
-    return present if _is_subclass(present) else None
+        return {key: value for key, value in present.items() if _own_kind(value) is not None}
+    return None if isinstance(present, torch.Tensor) and not _is_subclass(present) else present
 
 
 def _is_subclass(value: Any) -> bool:
