@@ -108,6 +108,17 @@ class Sink(Protocol):
         ...
 
 
+class Memory(Sink, Protocol):
+    """A sink whose destination is the target's own memory, with values that a refused load puts back."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def keep(self) -> Callable[[], Any]:
+        """Copies what is there, and returns what puts it back."""
+        ...
+
+
 @record
 class LoadReport:
     """The result of matching a checkpoint with a target, by path."""

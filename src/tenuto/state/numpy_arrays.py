@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +12,7 @@ import numpy as np
 from tenuto.errors import CorruptionError, Unserialisable
 from tenuto.model.leaf import DTYPES, Box, LeafSpec, dtype
 from tenuto.model.records import Json
-from tenuto.state.contract import Bound, Buffer, Sink
+from tenuto.state.contract import Bound, Buffer, Memory, Sink
 from tenuto.state.declarations import Shard, ShardLayout, part_view
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.atoms import REGISTERED, encode_scalar
@@ -129,6 +129,14 @@ class ArraySink:
 
     def __init__(self, array: Array) -> None:
         self._array = array
+
+    @property
+    def nbytes(self) -> int:
+        return self._array.nbytes
+
+    def keep(self) -> Callable[[], None]:
+        array, before = self._array, self._array.copy()
+        return lambda: np.copyto(array, before, casting="no")
 
     @property
     def buffer(self) -> Buffer | None:
@@ -267,7 +275,7 @@ class NumpyAdapter:
                 return restorer.mismatch(value, path, f"a numpy {node.get('type')}", f"a numpy {type(value).__name__}")
             restorer.restored.append(path or ROOT)
             state = restorer.rebuild(node.get("v"), path)
-            restorer.later(path, lambda: set_generator(value, state(), path))
+            restorer.later(path, lambda: _replaced(value, state(), path, restorer))
             return lambda: value
         if isinstance(value, np.generic):
             restorer.restored.append(path or ROOT)
@@ -304,6 +312,9 @@ class NumpyAdapter:
         state = restorer.rebuild(node.get("v"), path)
         return lambda: set_generator(new_generator(node, state, path), state(), path)
 
+    def memory(self, value: Any) -> Memory | None:
+        return ArraySink(value) if isinstance(value, np.ndarray) and value.flags.writeable else None
+
     def allocate(self, spec: LeafSpec, node: Json, device: Any) -> tuple[Any, Sink]:
         array = np.empty(spec.shape, array_dtype(spec.dtype))
         return array, ArraySink(array)
@@ -333,15 +344,25 @@ _BIT_GENERATORS: Final = {
 
 
 def generator_node(value: Any, path: str, writer: StateWalker) -> Json:
-    state = value.get_state(legacy=False) if isinstance(value, np.random.RandomState) else _bits(value).state
+    state = _state(value)
     name = type(value).__name__
     if name not in _BIT_GENERATORS and name not in ("Generator", "RandomState"):
         raise Unserialisable(f"{path or ROOT}: a bit generator {type_name(type(value))} is not known", subject=path)
     return {"!": "nprandom", "type": name, "v": writer.encode(state, path)}
 
 
+def _state(value: Any) -> Any:
+    return value.get_state(legacy=False) if isinstance(value, np.random.RandomState) else _bits(value).state
+
+
 def _bits(value: Any) -> Any:
     return value.bit_generator if isinstance(value, np.random.Generator) else value
+
+
+def _replaced(value: Any, state: Any, path: str, restorer: Restorer) -> None:
+    before = _state(value)
+    restorer.kept.undo(path, lambda: set_generator(value, before, path))
+    set_generator(value, state, path)
 
 
 def set_generator(value: Any, state: Any, path: str) -> Any:

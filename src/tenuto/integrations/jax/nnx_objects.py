@@ -7,6 +7,7 @@ that holds an object goes on holding the same one after a restore.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 from tenuto.model.records import Json
@@ -34,7 +35,13 @@ def node(value: Any, path: str, writer: StateWalker) -> Json:
 def restore(value: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
     if _is_variable(value):
         inner = restorer.value(node, value.get_raw_value(), path)
-        restorer.later(path, lambda: value.set_raw_value(inner()))
+
+        def take() -> None:
+            before = value.get_raw_value()
+            restorer.kept.value(before, lambda: value.set_raw_value(before), path)
+            value.set_raw_value(inner())
+
+        restorer.later(path, take)
         return lambda: value
     if kind_of(node) not in ("dataclass", *KEYED):
         return restorer.mismatch(value, path, restorer.words(node), f"a {type_name(type(value))}")
@@ -45,6 +52,10 @@ def restore(value: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
 
     def fill() -> None:
         found = filled()
+        for keys, one in flat:
+            if not _is_variable(one):
+                restorer.kept.value(one, partial(_put_back, value, {keys: one}), path)
+        flat.clear()  # arrays that are replaced are freed
         _put_back(value, {keys: _at(found, keys) for keys in bare})
 
     restorer.later(path, fill)

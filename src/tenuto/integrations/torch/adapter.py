@@ -21,7 +21,7 @@ from tenuto.integrations.torch.tensors import PLAIN, TensorDict
 from tenuto.integrations.torch.wrappers import own_tensors
 from tenuto.model.leaf import LeafSpec, escape, join
 from tenuto.model.records import Json
-from tenuto.state.contract import Sink
+from tenuto.state.contract import Memory, Sink
 from tenuto.state.declarations import Replicated, Shard, attach, attached, declarations, replicated_layout
 from tenuto.state.encode.walker import StateWalker
 from tenuto.state.frameworks import Refresh
@@ -124,6 +124,9 @@ class TorchAdapter:
         if isinstance(value, nn.Module):
             value.to(device)
 
+    def memory(self, value: Any) -> Memory | None:
+        return tensors.memory(value) if isinstance(value, torch.Tensor) else None
+
     def allocate(self, spec: LeafSpec, node: Json, device: Any) -> tuple[Any, Sink]:
         return tensors.allocate(spec, device)
 
@@ -143,7 +146,13 @@ def _restore_generator(value: torch.Generator, node: Json, path: str, restorer: 
     with restorer.on("cpu"):
         state = restorer.rebuild(node.get("v"), path)
     restorer.restored.append(path)
-    restorer.later(path, lambda: value.set_state(state()))
+
+    def set_state() -> None:
+        before = value.get_state()
+        restorer.kept.undo(path, lambda: value.set_state(before))
+        value.set_state(state())
+
+    restorer.later(path, set_state)
     return lambda: value
 
 

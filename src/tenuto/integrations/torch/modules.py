@@ -30,10 +30,11 @@ from tenuto.integrations.torch.tensors import WatchedTensors
 from tenuto.integrations.torch.wrappers import DataParallelReplicas, own_tensors, places, refuse_unknown, replicas
 from tenuto.model.leaf import escape, join
 from tenuto.model.records import Json
+from tenuto.record import record
 from tenuto.state.declarations import Shard, ShardLayout, attached
 from tenuto.state.encode.walker import StateWalker, StructureChanged
 from tenuto.state.frameworks import Refresh, type_name
-from tenuto.state.restore.match import refuse_unmatched
+from tenuto.state.restore.match import refuse_differing, refuse_unmatched
 from tenuto.state.restore.restorer import ABSENT, MODULES, Restorer, Thunk
 from tenuto.state.tree import KEYED, LEAVES, ROOT, items, kind_of, name_of
 
@@ -86,17 +87,22 @@ def through_load_state_dict(
     present = {one.name: one.value for one in found}
     state: OrderedDict[str, Thunk] = OrderedDict()
     unfit: set[str] = set()
+    asked: dict[str, _Asked] = {}
+    deciding = _deciding(module)
     for name, child in theirs.items():
-        where = join(path, escape(name))
+        where, key = join(path, escape(name)), keys.get(name, name)
         if not restorer.takes(where):
             continue
         ours = present.get(name)
         if isinstance(ours, torch.Tensor) and kind_of(child) in LEAVES and not _fits(ours, child, where, restorer):
-            unfit.add(keys[name])
-            continue
+            if ours.is_meta or layout_like(ours, where) is not None or not key.startswith(deciding):
+                restorer.mismatched.append(_differs(ours, child, where, restorer))
+                unfit.add(key)
+                continue
+            asked[key] = _Asked(name, where, _differs(ours, child, where, restorer))
         layout = layout_like(ours, where) if isinstance(ours, torch.Tensor) and kind_of(child) in LEAVES else None
         if layout is not None and not restorer.private:
-            state[keys.get(name, name)] = _part(ours, layout, child, where, restorer)
+            state[key] = _part(ours, layout, child, where, restorer)
             continue
         if isinstance(ours, torch.Tensor) and ours.is_meta and kind_of(child) in LEAVES:
             number, spec = restorer.spec(child, where)
@@ -104,17 +110,80 @@ def through_load_state_dict(
         restorer.restored.append(where)
         device = ours.device if isinstance(ours, torch.Tensor) and not ours.is_meta else restorer.device
         with restorer.on(device), restorer.for_an_object(child):
-            state[keys.get(name, name)] = restorer.rebuild(bare(child), where, ABSENT if name not in present else ours)
+            state[key] = restorer.rebuild(bare(child), where, ABSENT if name not in present else ours)
     metadata = _metadata_for(module, node)
     paths = {keys.get(name, name): join(path, escape(name)) for name in (*keys, *theirs)}
+    restorer.asks = True
 
     def load() -> None:
-        about = _load(module, state, metadata, path, restorer)
-        where = [[paths.get(key) or join(path, escape(key)) for key in getattr(about, name, ()) if key not in unfit]
+        restorer.kept.object(module, path)
+        values = {key: thunk() for key, thunk in state.items()}
+        about, refused = _asked_load(partial(_load, module, metadata, path, restorer), module, values, asked, restorer)
+        aside = {*unfit, *refused}
+        where = [[paths.get(key) or join(path, escape(key)) for key in getattr(about, name, ()) if key not in aside]
                  for name in ("missing_keys", "unexpected_keys")]  # fmt: skip
         _apply_strictness(where[0], where[1], restorer)
 
     restorer.later(path, load, MODULES)
+
+
+@record
+class _Asked:
+    """An entry of another size or type than the module's own, which the module's code may take all the same."""
+
+    name: str
+    path: str
+    problem: str
+
+
+def _deciding(module: nn.Module) -> tuple[str, ...]:
+    """Returns the prefixes of the keys of which code decides that torch does not have: a load_state_dict() of the
+    module's own, and what any module does with the keys below it before torch looks at their sizes."""
+    own = [""] if overrides(module, "load_state_dict") else []
+    return (
+        *own,
+        *(
+            place.raw
+            for place in places(module)
+            if others(place.module._load_state_dict_pre_hooks.values())
+            or overrides(place.module, "_load_from_state_dict")
+        ),
+    )
+
+
+def _asked_load(
+    load: Callable[[Mapping[str, Any]], Any],
+    module: nn.Module,
+    values: Mapping[str, Any],
+    asked: Mapping[str, _Asked],
+    restorer: Restorer,
+) -> tuple[Any, Mapping[str, _Asked]]:
+    """Calls load_state_dict(), as `load`, with what the module is asked to take, and looks whether it has. Returns its
+    result, and what it was called again without, which only strict=False allows."""
+    try:
+        about = load(values)
+        now = {one.name: one.value for one in entries(module, "")[0]} if asked else {}
+        refused = {key: one for key, one in asked.items() if not _has_taken(now.get(one.name), values[key])}
+    except StateMismatch:
+        if not asked:
+            raise
+        refused = dict(asked)
+    if not refused:
+        return about, refused
+    if restorer.strict:
+        refuse_differing([one.problem for one in refused.values()])
+    restorer.mismatched.extend(one.problem for one in refused.values())
+    aside = {one.path for one in refused.values()}
+    restorer.restored[:] = [where for where in restorer.restored if where not in aside]
+    remaining = {key: value for key, value in values.items() if key not in refused}
+    return load(remaining), refused
+
+
+def _has_taken(now: Any, value: Any) -> bool:
+    """Returns whether an entry of a module has the bytes that were saved."""
+    if not isinstance(now, torch.Tensor) or now.dtype is not value.dtype or now.numel() != value.numel():
+        return False
+    return tensors.equal_bytes(now, value)
 
 
 def _apply_strictness(missing: Sequence[str], unexpected: Sequence[str], restorer: Restorer) -> None:
@@ -148,17 +217,18 @@ def _fits(ours: torch.Tensor, child: Json, path: str, restorer: Restorer) -> boo
     _, spec = restorer.spec(child, path)
     layout = attached(ours)
     shape = tuple(ours.shape) if layout is None or restorer.private else layout.whole
-    if spec.shape == shape and spec.dtype == str(ours.dtype)[6:]:
-        return True
-    restorer.mismatch(ours, path, f"{spec.dtype} {list(spec.shape)}", tensors.words(ours))
-    return False
+    return spec.shape == shape and spec.dtype == str(ours.dtype)[6:]
+
+
+def _differs(ours: torch.Tensor, child: Json, path: str, restorer: Restorer) -> str:
+    return f"{path}: {restorer.words(child)} in the checkpoint, {tensors.words(ours)} in the target"
 
 
 def _load(
-    module: nn.Module, thunks: Mapping[str, Thunk], metadata: Mapping[str, Any], path: str, restorer: Restorer
+    module: nn.Module, metadata: Mapping[str, Any], path: str, restorer: Restorer, values: Mapping[str, Any]
 ) -> Any:
     """Calls load_state_dict() and returns its result."""
-    state = OrderedDict((key, thunk()) for key, thunk in thunks.items())
+    state = OrderedDict(values)
     state._metadata = metadata  # type: ignore[attr-defined]
     try:
         if overrides(module, "load_state_dict") and not _takes_strict(module):
@@ -425,8 +495,6 @@ def restore(module: nn.Module, node: Json, path: str, restorer: Restorer) -> Thu
     found, _ = entries(module, path)
     direct = all(one.own or one.name.rpartition(".")[2] == _EXTRA for one in found)
     if not direct or any(_loads_its_own_way(place.module) for place in places(module) if not place.wrapper):
-        pass
-
         through_load_state_dict(module, node, theirs, found, path=path, restorer=restorer)
     else:
         _in_place(module, theirs, found, path, restorer)
@@ -458,7 +526,13 @@ def _extra(module: nn.Module, one: ModuleEntry, node: Json, path: str, restorer:
     with restorer.for_an_object(node):
         value = restorer.rebuild(bare(node), path, one.value)
     restorer.restored.append(path)
-    restorer.later(path, lambda: owner.set_extra_state(value()), MODULES)
+    restorer.asks = True
+
+    def take() -> None:
+        restorer.kept.object(owner, path, memory=False)
+        owner.set_extra_state(value())
+
+    restorer.later(path, take, MODULES)
 
 
 def _check_meta(module: nn.Module, path: str, restorer: Restorer) -> None:

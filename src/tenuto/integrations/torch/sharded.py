@@ -20,7 +20,6 @@ from tenuto.integrations.torch.meshes import is_dtensor, layout_of, local_of, lo
 from tenuto.integrations.torch.tensors import Signature, form_of, geometry, signature_of
 from tenuto.model.leaf import Box, LeafSpec, join
 from tenuto.model.records import Json
-from tenuto.state.contract import Sink
 from tenuto.state.declarations import Shard, ShardLayout, attached, part_view, replicated_layout
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.walker import SeenLeaf, StateWalker, StructureChanged
@@ -190,16 +189,21 @@ def _restore(
     tensors.note_gradient(tensor, node, path, restorer)
     address = local.data_ptr() or id(local)  # empty tensors have no address
     if prod(layout.local) and layout.parts == replicated_layout(layout.whole).parts:
-        restorer.want_existing(number, tensors.TensorSink(local), path, address, lambda: geometry(local))
+        sink = tensors.TensorSink(local, around=tensor if tensor is not local else None)
+        restorer.want_existing(number, sink, path, address, lambda: geometry(local))
     else:
-        restorer.want_parts(number, sinks(local, layout), path, address, lambda: geometry(local))
+        parts = sinks(local, layout, tensor if tensor is not local else None)
+        restorer.want_parts(number, parts, path, address, lambda: geometry(local))
     return lambda: tensor
 
 
-def sinks(local: torch.Tensor, layout: ShardLayout) -> Sequence[tuple[Box, Sink]]:
-    """Returns a sink for each box of the local tensor."""
+def sinks(
+    local: torch.Tensor, layout: ShardLayout, around: torch.Tensor | None = None
+) -> Sequence[tuple[Box, tensors.TensorSink]]:
+    """Returns a sink for each box of the local tensor, which is the memory of the DTensor `around`."""
     return [
-        (Box(part.offsets, part.shape), tensors.TensorSink(part_view(local.detach(), part))) for part in layout.parts
+        (Box(part.offsets, part.shape), tensors.TensorSink(part_view(local.detach(), part), around=around))
+        for part in layout.parts
     ]
 
 
@@ -290,11 +294,11 @@ def _swapped(tensor: torch.Tensor, base: torch.Tensor, path: str, restorer: Rest
         restorer.faults.append(
             f"{path}: a meta tensor that something holds a weak reference to cannot be given memory ({_HINT})"
         )
-    restorer.later(path, lambda: _swap(tensor, base, path), SWAPS)
+    restorer.later(path, lambda: _swap(tensor, base, path, restorer), SWAPS)
     return lambda: tensor
 
 
-def _swap(tensor: torch.Tensor, base: torch.Tensor, path: str) -> None:
+def _swap(tensor: torch.Tensor, base: torch.Tensor, path: str, restorer: Restorer) -> None:
     made: torch.Tensor = base.detach()
     if isinstance(tensor, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -309,6 +313,7 @@ def _swap(tensor: torch.Tensor, base: torch.Tensor, path: str) -> None:
         raise StateError(
             f"{path}: a meta tensor that cannot be given memory: {error}", subject=path, hint=_HINT
         ) from error
+    restorer.kept.undo(path, lambda: torch.utils.swap_tensors(tensor, made))  # type: ignore[no-untyped-call]
 
 
 def filled(restorer: Restorer) -> dict[int, Any]:

@@ -24,7 +24,7 @@ from tenuto.integrations.torch.device import (
     raw,
     writable,
 )
-from tenuto.integrations.torch.meshes import is_dtensor
+from tenuto.integrations.torch.meshes import is_dtensor, local_of
 from tenuto.model.leaf import DTYPES, LeafSpec, escape, join, unescape
 from tenuto.model.records import Json
 from tenuto.record import record
@@ -286,21 +286,52 @@ def _subclass_node(tensor: torch.Tensor, path: str, writer: StateWalker) -> Json
 
 
 class TensorSink:
-    """The sink of an existing or new tensor."""
+    """The sink of an existing or new tensor. `around`: the DTensor whose memory `tensor` is.
 
-    __slots__ = ("_buffer", "_ready", "_span", "_tensor")
+    Whoever gets the memory writes it, which autograd has to know: a backward whose forward has read what was there
+    raises then, as after any other change in place.
+    """
 
-    def __init__(self, tensor: torch.Tensor, span: tuple[int, int] | None = None) -> None:
+    __slots__ = ("_around", "_buffer", "_ready", "_span", "_tensor")
+
+    def __init__(
+        self, tensor: torch.Tensor, span: tuple[int, int] | None = None, around: torch.Tensor | None = None
+    ) -> None:
         self._tensor = tensor
+        self._around = around
         self._buffer: Buffer | None = None
         self._span = span
         self._ready = False
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.nbytes
+
+    def keep(self) -> Callable[[], None]:
+        tensor = self._tensor
+        held = tensor.detach()  # the same memory, also when code of others gives the tensor other memory or a size
+        before = raw(held).to("cpu", copy=True)
+
+        def put_back() -> None:
+            with torch.no_grad():
+                raw(held).copy_(before)
+                if tensor.shape != held.shape or tensor.data_ptr() != held.data_ptr():
+                    tensor.data = held
+
+        return put_back
+
+    def _count(self) -> None:
+        """Counts a change of the memory that torch does not see."""
+        for one in (self._tensor, self._around):
+            if one is not None and not one.is_inference():
+                torch.autograd.graph.increment_version(one)
 
     @property
     def buffer(self) -> Buffer | None:
         if self._buffer is None:
             tensor = self._tensor
             if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                self._count()
                 self._buffer = bytes_of(tensor)
         return self._buffer
 
@@ -308,10 +339,12 @@ class TensorSink:
         return geometry(self._tensor)
 
     def span(self) -> tuple[int, int] | None:
-        if self._span is not None:
-            return self._span
         tensor = self._tensor
+        if self._span is not None:
+            self._count()
+            return self._span
         if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            self._count()
             return tensor.data_ptr(), tensor.nbytes
         return None
 
@@ -320,6 +353,8 @@ class TensorSink:
             source = over(writable(data), self._tensor.dtype, self._tensor.shape)
             self._await_queued()
             raw(self._tensor).copy_(raw(source))
+        if self._around is not None:
+            self._count()
 
     @property
     def fill_part(self) -> Callable[[int, Buffer], None] | None:
@@ -338,6 +373,15 @@ class TensorSink:
         if not self._ready and self._tensor.is_cuda:
             torch.cuda.synchronize(self._tensor.device)
         self._ready = True
+
+
+def memory(tensor: torch.Tensor) -> TensorSink | None:
+    """Returns the memory of a tensor that has some of its own, of a DTensor that of its local tensor."""
+    if type(tensor) not in PLAIN and is_dtensor(tensor):
+        tensor = local_of(tensor)
+    plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
+    computes = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return None if not plain or computes or is_lazy(tensor) else TensorSink(tensor)
 
 
 def bytes_of(tensor: torch.Tensor) -> Buffer:
@@ -439,6 +483,12 @@ def restore_all(
     return restorer.want_apart(numbers, sinks, paths, addresses, [sink.geometry for sink in sinks])
 
 
+def equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors of one type consist of the same bytes, in the same order."""
+    ours, theirs = (as_bytes(raw(found.detach().contiguous())) for found in (one, other))
+    return bool(torch.equal(ours, theirs.to(ours.device)))
+
+
 def words(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
 
@@ -454,6 +504,11 @@ def _restore_sparse(tensor: torch.Tensor, node: Json, path: str, restorer: Resto
 
     def take() -> None:
         found = made().detach()
+        before = tensor.detach().clone()
+        restorer.kept.undo(path, lambda: fill(before))
+        fill(found)
+
+    def fill(found: torch.Tensor) -> None:
         with torch.no_grad():
             if tensor.layout is not torch.sparse_coo:
                 tensor.resize_as_sparse_(found)  # setting .data of a compressed tensor silently does nothing

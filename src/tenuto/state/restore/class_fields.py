@@ -166,19 +166,30 @@ def named_fields(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -
     if kind_of(node) == "namedtuple":
         return lambda: kind._make(thunks[name]() for name in kind._fields)  # type: ignore[attr-defined]
     frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return _data(kind, like, thunks, in_place=keep and not frozen)
+    if keep and not frozen:
+        return _in_place(plan, like, thunks, path)
 
-
-def _data(kind: type, like: Any, thunks: dict[str, Thunk], *, in_place: bool) -> Thunk:
     def build() -> Any:
         made = {name: thunk() for name, thunk in thunks.items()}
-        if not in_place:
-            return frameworks.rebuild_dataclass(kind, {**fields_of(like), **made})
-        for name, now in made.items():
-            object.__setattr__(like, name, now)
+        return frameworks.rebuild_dataclass(kind, {**fields_of(like), **made})
+
+    return build
+
+
+def _in_place(plan: Restorer, like: Any, thunks: dict[str, Thunk], path: str) -> Thunk:
+    def build() -> Any:
+        made = {name: thunk() for name, thunk in thunks.items()}
+        before = {name: value for name, value in fields_of(like).items() if name in made and value is not made[name]}
+        plan.kept.undo(path, lambda: _set_fields(like, before))
+        _set_fields(like, made)
         return like
 
     return build
+
+
+def _set_fields(like: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        object.__setattr__(like, name, value)
 
 
 def tagged(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
@@ -187,6 +198,8 @@ def tagged(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
     known = frameworks.registered_name(tag)
     if known is None:
         return stand_in(plan, path, tag, inner)
+
+    plan.asks = True
 
     def build() -> Any:
         try:

@@ -105,11 +105,11 @@ def mapping_entries(plan: Restorer, node: Json, like: Any, path: str, *, root: b
     def apply() -> Any:
         for key, now in same.items():
             if key not in like or like[key] is not now:
-                _assign(like, key, now, path)
+                _assign(plan, like, key, now, path)
         for key, thunk in thunks:
             now = thunk()
             if now is not ABSENT and (key not in like or like[key] is not now):
-                _assign(like, key, now, path)
+                _assign(plan, like, key, now, path)
         return like
 
     return apply
@@ -192,9 +192,9 @@ def _in_a_row(entries: list[_Entry]) -> Iterator[tuple[Any, list[_Entry]]]:
         yield adapter if len(run) >= _MANY and hasattr(adapter, "restore_all") else None, run
 
 
-def _assign(like: Any, key: Any, now: Any, path: str) -> None:
+def _assign(plan: Restorer, like: Any, key: Any, now: Any, path: str) -> None:
     try:
-        like[key] = now
+        plan.kept.replace(like, key, now, path)
     except TypeError:
         where = join(path, segment(key_node(key)))
         raise StateMismatch(
@@ -217,6 +217,7 @@ def _list_entries(plan: Restorer, node: Json, like: list[Any], path: str) -> Thu
             plan.unexpected.append(where)
 
     def apply() -> Any:
+        plan.kept.content(like, path)
         for number, thunk in enumerate(thunks):
             now = thunk()
             if number < len(like):
@@ -241,7 +242,13 @@ def stateful(plan: Restorer, node: Json, like: Any, path: str) -> Thunk:
         state = _selected(plan, node["v"], like.state_dict() if asked else ABSENT, path)
     plan.restored.extend(plan.created[before:] or [path or ROOT])
     del plan.created[before:]
-    plan.later(path, lambda: like.load_state_dict(state()))
+
+    def load() -> None:
+        plan.kept.object(like, path)
+        like.load_state_dict(state())
+
+    plan.asks = True
+    plan.later(path, load)
     return lambda: like
 
 

@@ -6,7 +6,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -57,7 +57,8 @@ def match_state(
     - `apart`: other ranks have targets of their own; what this one does not take is in `unmatched`, no mismatch.
 
     Raises StateMismatch that lists the differences (with `strict`), StateError for targets that cannot be filled at
-    all, CorruptionError for a tree that `flatten` cannot have made. The target is unchanged until a sink is filled.
+    all, CorruptionError for a tree that `flatten` cannot have made. The target is unchanged until a sink is filled;
+    what code of others refuses later is put back (`Kept`).
     """
     let_updates_pass()  # a save may still be copying what is filled
     shared, private = _checked_paths(tree, private_tree, specs)
@@ -85,12 +86,19 @@ def match_state(
     if strict and not restorer.selection.everything:
         _check_selection(restorer, matched, include)
 
+    restorer.keep_filled()
+
     def apply() -> Any:
-        restorer.act()
+        try:
+            restorer.act()
+            state = root()
+            if own is not None:
+                own()
+        except BaseException as error:
+            restorer.kept.put_back(error)
+            raise
+        restorer.kept.end()
         prepared.report = _report(restorer)
-        state = root()
-        if own is not None:
-            own()
         return state if entry is None else state[entry]
 
     wants, boxes = restorer.wants()
@@ -259,6 +267,11 @@ def refuse_unmatched(paths: Sequence[str], missing: Sequence[str] = ()) -> None:
     """Raises StateMismatch for paths that no target takes, or that a target found missing, if there are any."""
     if paths or missing:
         raise _mismatch([*_not_there(missing), *_only_there(paths)])
+
+
+def refuse_differing(problems: Sequence[str]) -> NoReturn:
+    """Raises StateMismatch for what differs, found while the target took it."""
+    raise _mismatch(problems)
 
 
 def _not_there(paths: Iterable[str]) -> list[str]:

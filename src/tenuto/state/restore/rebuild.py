@@ -48,14 +48,16 @@ def declared_value(plan: Restorer, node: Json, like: Any, path: str, keep: bool)
         if not plan.takes(path):
             return lambda: like
         if plan.private:
-            return _in_mark(like, plan.value(node, like.value, path))
-        return _in_mark(like, adapter.restore_shard(like, node, path, plan))
-    return _in_mark(like, plan.value(node, like.value, path))
+            return _in_mark(plan, like, plan.value(node, like.value, path), path)
+        return _in_mark(plan, like, adapter.restore_shard(like, node, path, plan), path)
+    return _in_mark(plan, like, plan.value(node, like.value, path), path)
 
 
-def _in_mark(mark: Any, thunk: Thunk) -> Thunk:
+def _in_mark(plan: Restorer, mark: Any, thunk: Thunk, path: str) -> Thunk:
     def take() -> Any:
-        mark.value = thunk()
+        now = thunk()
+        if now is not mark.value:
+            plan.kept.replace(vars(mark), "value", now, path)
         return mark
 
     return take
@@ -117,7 +119,13 @@ def value(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
     if keep and kind == "random" and isinstance(like, random.Random):
         plan.restored.append(path or ROOT)
         state = random_state(node, path)
-        plan.later(path, lambda: like.setstate(state))
+
+        def set_state() -> None:
+            before = like.getstate()
+            plan.kept.undo(path, lambda: like.setstate(before))
+            like.setstate(state)
+
+        plan.later(path, set_state)
         return lambda: like
     if keep and kind not in STRUCTURE:
         plan.restored.append(path or ROOT)
@@ -222,6 +230,7 @@ def _mapping(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Th
     def build() -> Any:
         found = made()
         if in_target:
+            plan.kept.content(like, path)
             like.clear()
         return _filled(like if in_target else _empty(node, kind, like), found)
 
@@ -270,6 +279,7 @@ def _list(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk
     def build() -> Any:
         made = [thunk() for thunk in thunks]
         if keep and type(like) is list:
+            plan.kept.content(like, path)
             like[:] = made
             return like
         return made
@@ -291,6 +301,7 @@ def _deque(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thun
     def build() -> Any:
         made = [thunk() for thunk in thunks]
         if keep and type(like) is collections.deque and like.maxlen == length:
+            plan.kept.content(like, path)
             like.clear()
             like.extend(made)
             return like
@@ -308,6 +319,7 @@ def _set(plan: Restorer, node: Json, like: Any, path: str, keep: bool) -> Thunk:
         if kind_of(node) == "frozenset":
             return frozenset(made)
         if keep and type(like) is set:
+            plan.kept.content(like, path)
             like.clear()
             like.update(made)
             return like

@@ -16,9 +16,10 @@ from tenuto.errors import CorruptionError, StateMismatch, TenutoError
 from tenuto.model.leaf import Box, LeafSpec
 from tenuto.model.records import Json
 from tenuto.state import frameworks
-from tenuto.state.contract import Buffer, Form, Rows, Sink
+from tenuto.state.contract import Buffer, Form, Memory, Rows, Sink
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.walker import owners
+from tenuto.state.restore.kept import Kept
 from tenuto.state.restore.selection import Selection
 from tenuto.state.tree import LEAVES, NEED_TARGET, ROOT, kind_of, leaf_nodes, number_of, terminals, walk
 
@@ -94,6 +95,10 @@ class Restorer:
         """Scratch space of adapters for one restore."""
         self.faults: list[str] = []
         """Problems that even strict=False cannot overlook."""
+        self.kept = Kept()
+        self.asks = False
+        """Whether code of others will run when tensors are filled already, and may refuse."""
+        self._filled: list[tuple[str, Memory]] = []
         self.taken_by_objects = False
         """Whether new values are planned for an object's own load, which has no use for a stand-in."""
         self._specs = specs
@@ -252,16 +257,19 @@ class Restorer:
         if first is not sink:
             self._more.setdefault(number, [first]).append(sink)
 
-    def want_existing(self, number: int, sink: Sink, path: str, address: int, geometry: Callable[[], Geometry]) -> None:
+    def want_existing(
+        self, number: int, sink: Memory, path: str, address: int, geometry: Callable[[], Geometry]
+    ) -> None:
         """Sends leaf `number` to the target's memory at `path`, which is filled once and from one leaf only. `geometry`
         is called if something else of the target has the same address."""
         if self._is_new(number, path, address, geometry):
+            self._filled.append((path, sink))
             self.want(number, sink)
 
     def want_parts(
         self,
         number: int,
-        parts: Sequence[tuple[Box, Sink]],
+        parts: Sequence[tuple[Box, Memory]],
         path: str,
         address: int,
         geometry: Callable[[], Geometry],
@@ -271,6 +279,7 @@ class Restorer:
         if not parts:
             self.restored.append(path)
         elif self._is_new(number, path, address, geometry):
+            self._filled.extend((path, sink) for _, sink in parts)
             self.want_boxes(number, parts)
 
     def want_boxes(self, number: int, parts: Sequence[tuple[Box, Sink]]) -> None:
@@ -295,7 +304,7 @@ class Restorer:
     def want_apart(
         self,
         numbers: Sequence[int],
-        sinks: Sequence[Sink],
+        sinks: Sequence[Memory],
         paths: Sequence[str],
         addresses: Sequence[int],
         geometries: Iterable[Callable[[], Geometry]],
@@ -306,6 +315,7 @@ class Restorer:
             if len(set(found)) < len(found) or not known.keys().isdisjoint(found):
                 return False
         self.restored.extend(paths)
+        self._filled.extend(zip(paths, sinks, strict=True))
         self._sinks.update(zip(numbers, sinks, strict=True))
         self._memory.update(zip(addresses, zip(numbers, paths, geometries, strict=True), strict=True))
         return True
@@ -386,6 +396,11 @@ class Restorer:
         return frameworks.adapter_of("numpy"), "numpy"
 
     # -- end
+
+    def keep_filled(self) -> None:
+        """Keeps the target's memory that is going to be filled, where code of others may refuse the load then."""
+        self.kept.sinks(self._filled, needed=self.asks)
+        self._filled.clear()
 
     def wants(self) -> tuple[list[tuple[int, Sink]], list[Box | None] | None]:
         """Returns the sinks by leaf number, and the box of each unless all take full leaves."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+import tenuto
 from tenuto.errors import StateMismatch
 
 
@@ -65,3 +68,133 @@ def test_a_name_that_the_module_translates_is_restored(carrier: Any) -> None:
         carrier.load(saved, {"model": target}, **how)
         assert target.weight.all() and carrier.report.restored == ("model/kernel", "model/bias"), how
         assert not carrier.report.unexpected and not carrier.report.missing
+
+
+# -- a module that decides itself about the sizes of its tensors
+
+
+class Growing(nn.Module):
+    """Has as many entries as there were when it was saved, as torch's observers do."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.arange(float(count)))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.seen.resize_(state[prefix + "seen"].shape)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Hooked(nn.Module):
+    def __init__(self, count: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.arange(float(count)))
+        self._register_load_state_dict_pre_hook(self._grow)
+
+    def _grow(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.seen = torch.empty_like(state[prefix + "seen"])
+
+
+class Whole(nn.Module):
+    def __init__(self, count: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.arange(float(count)))
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.seen = torch.zeros_like(state["seen"])
+        return super().load_state_dict(state, strict, assign)
+
+
+class Around(nn.Module):
+    """Grows what a module inside it has, which has no code of its own."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.register_buffer("seen", torch.arange(float(count)))
+        self.register_load_state_dict_pre_hook(self._grow)
+
+    def _grow(self, module: Any, state: Any, prefix: str, *rest: Any) -> None:
+        self.inner.seen.resize_(state[prefix + "inner.seen"].shape)
+
+
+def seen(module: nn.Module) -> list[float]:
+    return next(module.buffers()).tolist()
+
+
+@pytest.mark.parametrize("kind", [Growing, Hooked, Whole, Around])
+def test_a_module_is_asked_about_sizes_that_differ(tmp_path: Path, kind: Any) -> None:
+    tenuto.save({"model": kind(4)}, tmp_path)
+    target = kind(1)
+    report = tenuto.load(tmp_path, {"model": target}).report
+    assert seen(target) == [0, 1, 2, 3] and not report.mismatched
+
+
+@pytest.mark.parametrize("kind", [Growing, Hooked, Around])
+def test_a_module_inside_others_is_asked_and_its_neighbours_are_not(tmp_path: Path, kind: Any) -> None:
+    def made(count: int, width: int = 2) -> Any:
+        return nn.Sequential(nn.Linear(width, 2), nn.ModuleDict({"a": nn.Sequential(kind(count))}))
+
+    tenuto.save({"model": made(4)}, tmp_path)
+    target = made(0)
+    tenuto.load(tmp_path, {"model": target})
+    assert seen(target[1]) == [0, 1, 2, 3]
+    with pytest.raises(StateMismatch, match=r"model/0.weight: float32 \[2, 2\] in the checkpoint, float32 \[2, 3\]"):
+        tenuto.load(tmp_path, {"model": made(0, width=3)})
+
+
+def test_observers_of_quantised_training_come_back(tmp_path: Path) -> None:
+    from torch.ao.quantization import observer
+
+    def made() -> Any:
+        return nn.Sequential(nn.Linear(2, 2), observer.PerChannelMinMaxObserver())
+
+    saved, target = made(), made()
+    saved(torch.randn(3, 2))
+    tenuto.save({"model": saved}, tmp_path)
+    tenuto.load(tmp_path, {"model": target})
+    assert torch.equal(target[1].min_val, saved[1].min_val) and target[1].min_val.numel() == 3
+
+
+class Stretching(Growing):
+    """Takes the size, and then other values than those that were saved."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *rest)
+        self.seen += 1
+
+
+class Casting(nn.Module):
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.full((3,), 1 / 3, dtype=kind))
+        self.register_buffer("other", torch.full((2,), 1.0 if kind is torch.float32 else 2.0))
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "theirs"),
+    [
+        (Stretching(4), Stretching(1), r"float32 \[4\] in the checkpoint, float32 \[1\]"),
+        (Casting(torch.float32), Casting(torch.float16), r"float32 \[3\] in the checkpoint, float16 \[3\]"),
+        (Older(3, 2), Older(2, 2), r"float32 \[2, 3\] in the checkpoint, float32 \[2, 2\]"),
+    ],
+)
+def test_other_values_than_those_saved_are_refused_and_nothing_has_changed(
+    tmp_path: Path, saved: nn.Module, target: nn.Module, theirs: str
+) -> None:
+    tenuto.save({"model": saved}, tmp_path)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(StateMismatch, match=theirs):
+        tenuto.load(tmp_path, {"model": target})
+    assert all(torch.equal(one, before[key]) for key, one in target.state_dict().items())
+
+
+def test_without_strictness_what_the_module_refuses_is_left_and_the_rest_is_taken(tmp_path: Path) -> None:
+    tenuto.save({"model": Casting(torch.float32)}, tmp_path)
+    target = Casting(torch.float16)
+    restored = tenuto.load(tmp_path, {"model": target}, strict=False)
+    assert restored.left == ("model/seen: float32 [3] in the checkpoint, float16 [3] in the target",)
+    assert target.other.tolist() == [1.0, 1.0] and restored.report.restored == ("model/other",)

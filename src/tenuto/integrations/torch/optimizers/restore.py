@@ -429,7 +429,9 @@ class _Plan:
 
         def apply() -> None:
             state = self._optimizer.state
-            known = dict(state)
+            known, inner = dict(state), [(one, dict(one)) for one in state.values() if type(one) is dict]
+            before = [(group, dict(group)) for group in self._optimizer.param_groups]
+            self._restorer.kept.undo(self._path, lambda: _again([*inner, *before, (state, known)]))
             state.clear()
             for parameter, entry in [*rest, *thunks]:
                 state[parameter] = _filled(known.get(parameter), entry)
@@ -460,6 +462,7 @@ class _Plan:
     def through_load_state_dict(self) -> None:
         """Plans a restore through load_state_dict(), and replaces afterwards the tensors that it cast."""
         restorer, optimizer = self._restorer, self._optimizer
+        restorer.asks = True
         numbers = {mark: number for number, mark in enumerate(self._by_mark)}
         present = optimizer.state
         state = {
@@ -481,11 +484,20 @@ class _Plan:
             self._unchanged.carry_over(arguments, optimizer, self._groups)
             values = arguments["state"]
             arguments["state"] = {key: dict(value) if type(value) is dict else value for key, value in values.items()}
+            parameters = [parameter for parameter, _ in self._by_mark.values()]
+            restorer.kept.object(optimizer, self._path, without=parameters)
             optimizer.load_state_dict(arguments)
             for number, (parameter, _) in enumerate(self._by_mark.values()):
                 _undo_casts(optimizer.state.get(parameter), values.get(number))
 
         restorer.later(self._path, apply, OPTIMIZERS)
+
+
+def _again(kept: Iterable[tuple[Any, Any]]) -> None:
+    """Gives dictionaries the content again that they had."""
+    for like, content in kept:
+        like.clear()
+        like.update(content)
 
 
 def _own_kind(present: Any) -> Any:
