@@ -1,7 +1,8 @@
 """Files of `torch.save` (`.pt`, `.pth`, `.bin`, Lightning's `.ckpt`): a zip archive of a pickle and of raw storages.
 
 The pickle is read without running it (`pickles`), the storages lie in the archive as they are and are read in place.
-Refused by name: the formats of torch before 1.6, TorchScript, tensor subclasses and sparse tensors.
+Refused by name: the formats of torch before 1.6, TorchScript, big-endian files, tensor subclasses, sparse and expanded
+tensors, conjugate and negative views, storages without a tensor.
 """
 
 from __future__ import annotations
@@ -210,10 +211,15 @@ class Archive:
             self.members[name] = (start + begin, member.file_size)
             self._crcs[name] = member.CRC
         if self.text("byteorder", "little") != "little":
-            file.refuse("its numbers are big-endian, which is not supported")
+            raise unsupported(
+                file, "its numbers are big-endian", "load it with torch, and save it again on this machine"
+            )
         if "data.pkl" not in self.members or "constants.pkl" in self.members:
-            kind = "a TorchScript archive" if "constants.pkl" in self.members else "a zip archive without data.pkl"
-            file.refuse(f"it is {kind}, and no file of torch.save")
+            if "constants.pkl" in self.members:
+                raise unsupported(
+                    file, "it is a TorchScript archive", "torch.jit.load(path).state_dict() has its tensors"
+                )
+            file.refuse("it is a zip archive without data.pkl, and no file of torch.save")
 
     def _begin(self, member: zipfile.ZipInfo) -> int:
         """Returns where the bytes of a member begin, behind a header of its own whose length only that header tells."""
@@ -275,7 +281,8 @@ class Archive:
             return made[key]
 
         data = self.data("data.pkl")
-        found = unpickle(data, {**_known(), **_tensors(tensor), **(known or {})}, file.refuse, persistent=storage)
+        names = {**_known(), **_tensors(file, tensor), **(known or {})}
+        found = unpickle(data, names, file.refuse, persistent=storage)
         top = found.value
         lightning = isinstance(top, dict) and LIGHTNING in top
         remarks: list[str] = []
@@ -295,7 +302,7 @@ class Archive:
                 remarks.append(f"{path} is {value.text}, and is kept as text")
                 return value.text
             if isinstance(value, _Storage):
-                file.refuse(f"{path!r} is a storage without a tensor")
+                raise unsupported(file, f"at {path!r} it has a storage of {value.dtype} without a tensor", _AS_TENSOR)
             return value
 
         tree = resolved(found, file.refuse, convert)
@@ -319,8 +326,10 @@ class Archive:
         if last >= count:
             file.refuse(f"a tensor of shape {list(shape)} reaches to item {last} of a storage of {count}")
         if prod(shape) > count:
-            file.refuse(
-                f"a tensor of shape {list(shape)} repeats the {count} items that are stored (an expanded tensor)"
+            raise unsupported(
+                file,
+                f"a tensor of shape {list(shape)} repeats the {count} items that are stored (an expanded tensor)",
+                "save it with .contiguous(); torch.load reads the file",
             )
         if _dense(shape, strides):
             if self.has_checksums and prod(shape) * size == self.members[kept.name][1]:
@@ -340,6 +349,14 @@ def unknown(file: RawFile, name: str, path: str) -> Unserialisable:
     )
 
 
+def unsupported(file: RawFile, what: str, hint: str) -> Unserialisable:
+    """Returns the error for a file that is whole, and has in it what Tenuto does not read."""
+    return Unserialisable(f"{file.path}: {what}, which Tenuto does not read", subject=str(file.path), hint=hint)
+
+
+_AS_TENSOR: Final = "save a tensor instead: torch.tensor(storage), or torch.frombuffer of an untyped one"
+
+
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     pace = 1
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -349,15 +366,16 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _tensors(tensor: Callable[..., Tensor]) -> dict[str, Callable[..., Any] | Constant]:
+def _tensors(file: RawFile, tensor: Callable[..., Tensor]) -> dict[str, Callable[..., Any] | Constant]:
     """Returns the functions that torch's pickles call for tensors."""
 
     def rebuilt(kept: Any, first: Any, shape: Any, strides: Any, *more: Any) -> Tensor:
         # Behind what gradients need: bits that say that the stored numbers stand for others.
         if len(more) > 2 and isinstance(more[2], dict) and any(more[2].get(bit) for bit in ("conj", "neg")):
-            raise ValueError(
-                "a tensor is stored as the conjugate or the negative of its numbers (save it with resolve_conj() and "
-                "resolve_neg())"
+            raise unsupported(
+                file,
+                "a tensor is stored as the conjugate or the negative of its numbers",
+                "save it with resolve_conj() and resolve_neg(); torch.load reads the file",
             )
         return tensor(kept, first, shape, strides)
 

@@ -260,7 +260,7 @@ class _Merger:
         here, there = rank_names(self._ranks[one.tree]), rank_names(self._ranks[other.tree])
         if kinds & LEAVES:
             message = f"{where}: {here} {_describe_leaf(one.node)}, {there} {_describe_leaf(other.node)}"
-            return ShardMismatch(message, subject=where, hint="build the same model and optimizer on every rank")
+            return ShardMismatch(message, subject=where, hint=_SAME_FORM)
         message = f"{where} differs between ranks: {_shown(one.node)} on {here}, {_shown(other.node)} on {there}"
         return ShardMismatch(message, subject=where, hint=PER_RANK)
 
@@ -281,6 +281,12 @@ class _Merger:
             for having in (True, False)
         )
         return ShardMismatch(f"{where} is on {here}, and not on {there}", subject=where, hint=PER_RANK)
+
+
+_SAME_FORM: Final = (
+    "build the same model and optimizer on every rank; an optimizer whose state has another form than its parameters "
+    "is each rank's own: tenuto.per_rank(optimizer), to resume on as many ranks alone"
+)
 
 
 def _as_column(known: dict[Any, int], count: int) -> Column:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import tenuto.torch
 from tenuto import formats
 from tenuto.errors import CorruptionError, TenutoError, Unserialisable
 from tenuto.formats.contract import Tensor
@@ -244,17 +245,30 @@ def test_bytes_that_a_pickle_hands_to_functions_again_and_again_do_not_fill_the_
         )
 
 
-@pytest.mark.parametrize("view", ["conj", "neg"])
-def test_numbers_that_stand_for_others_are_refused(tmp_path: Path, view: str) -> None:
-    numbers = torch.ones(3, dtype=torch.complex64)
-    torch.save({"a": numbers.conj() if view == "conj" else torch._neg_view(numbers)}, tmp_path / "x.pt")
-    with pytest.raises(CorruptionError, match="resolve_conj"):
-        formats.read(tmp_path / "x.pt")
+@pytest.mark.parametrize(
+    ("value", "words", "hint"),
+    [
+        (torch.ones(3, dtype=torch.complex64).conj(), "conjugate", "resolve_conj"),
+        (torch._neg_view(torch.ones(3)), "negative", "resolve_neg"),
+        (torch.ones(3, dtype=torch.complex64).conj().imag, "negative", "resolve_neg"),
+        (torch.ones(3).untyped_storage(), "at 'a' it has a storage of uint8 without a tensor", "save a tensor"),
+        (torch.ones(1).expand(4), "expanded", "contiguous"),
+    ],
+)
+def test_what_whole_files_have_and_is_not_read_is_unsupported_and_not_damage(
+    tmp_path: Path, value: Any, words: str, hint: str
+) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        torch.save({"a": value}, tmp_path / "x.pt")
+    for read in (formats.read, tenuto.torch.load):
+        with pytest.raises(Unserialisable, match=words) as caught:
+            read(tmp_path / "x.pt")
+        assert hint in str(caught.value.hint) and "damaged" not in str(caught.value)
 
 
 def test_an_archive_that_lies_is_refused(tmp_path: Path) -> None:
     good = tensor(4, 0, (4,), (1,))
-    with pytest.raises(CorruptionError, match="big-endian"):
+    with pytest.raises(Unserialisable, match="big-endian"):
         formats.read(packed(tmp_path / "a.pt", good, storage=bytes(16), byteorder=b"big"))
     with zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", good)
@@ -271,7 +285,7 @@ def test_an_archive_that_lies_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptionError, match="overlaps"):
         formats.read(tmp_path / "d.pt")
     packed(tmp_path / "e.pt", good, **{"constants.pkl": b""})
-    with pytest.raises(CorruptionError, match="TorchScript"):
+    with pytest.raises(Unserialisable, match="TorchScript"):
         formats.read(tmp_path / "e.pt")
     torch.save({"x": 1}, tmp_path / "f.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(Unserialisable, match=r"before torch 1\.6"):

@@ -252,8 +252,13 @@ def _dtype_name(value: Any, path: str) -> str:
         raise Unserialisable(
             f"{path or ROOT}: an array of {value.dtype} has no representation",
             subject=path,
-            hint="save it as another type: array.astype(jax.numpy.int8)",
+            hint=f"save it as another type, with every value: array.astype(jax.numpy.{_wider(str(value.dtype))})",
         ) from None
+
+
+def _wider(name: str) -> str:
+    """Returns a type that has all values of one that cannot be saved."""
+    return "int8" if name.startswith("int") else "uint8" if name.startswith("uint") else "float32"
 
 
 def _layout(value: Any, path: str, writer: StateWalker) -> tuple[ShardLayout, list[jax.Array]]:

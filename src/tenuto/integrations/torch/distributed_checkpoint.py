@@ -14,7 +14,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Final
@@ -47,6 +47,7 @@ from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read.choose import Checkpoint
 from tenuto.engine.read.opened import Leaf, Opened
 from tenuto.errors import RanksDisagree, StateError, UsageError
+from tenuto.events import warn
 from tenuto.formats.torch_file import load_bytes
 from tenuto.integrations.torch.device import TORCH_DTYPES
 from tenuto.integrations.torch.save_file import bytes_of, real
@@ -318,6 +319,7 @@ class StorageReader(dcp_storage.StorageReader):
         self._step: int | str = step
         self._opened: Opened | None = None
         self._entries: dict[str, _Entry] = {}
+        self._speaks = True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         found = _step_of(checkpoint_id)
@@ -340,8 +342,16 @@ class StorageReader(dcp_storage.StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._open()
+        self._speaks = is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        asked = {self._entries[item.storage_index.fqn].keys for item in plan.items}
+        if self._speaks and (left := _left_empty(asked, [entry.keys for entry in self._entries.values()])):
+            warn(
+                f"{self.where} has {'.'.join(map(str, left))}, and the state_dict that is loaded into has nothing in "
+                "its place: DCP leaves it out, and an optimizer begins without its state. What get_state_dict() of "
+                "torch.distributed.checkpoint.state_dict returns has room for it"
+            )
         return replace(plan, storage_data=str(self._open().id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -413,6 +423,18 @@ class StorageReader(dcp_storage.StorageReader):
             for key in entry.keys:
                 found = found[key]
             return found
+
+
+def _left_empty(asked: Collection[Keys], there: Iterable[Keys]) -> Keys | None:
+    """Returns where the checkpoint has an optimizer's state that a load does not ask for, although it asks for the
+    options beside it: so does one into a new optimizer, which has no state yet."""
+    optimizers = {keys[: keys.index("param_groups")] for keys in asked if "param_groups" in keys}
+    for keys in there:
+        for optimizer in optimizers:
+            state = (*optimizer, "state")
+            if keys[: len(state)] == state and not any(one[: len(state)] == state for one in asked):
+                return state
+    return None
 
 
 @record

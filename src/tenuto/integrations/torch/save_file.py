@@ -26,6 +26,7 @@ from tenuto.formats.registry import detect
 from tenuto.integrations.torch.device import TORCH_DTYPES
 from tenuto.policy.keep import KeepPolicy
 from tenuto.repo.format.object_names import REPOSITORY
+from tenuto.state.tree import MAX_DEPTH
 
 _SHOWN: Final = 5
 
@@ -61,18 +62,22 @@ def save(obj: Any, f: str | os.PathLike[str], *, step: int | None = None, keep: 
     return save_made(lambda _: obj, path, step=step, keep=keep)
 
 
-def _objects(value: Any, path: str) -> Iterator[str]:
-    """Yields what does not come back as what it is, in words."""
+def _objects(value: Any, path: str, inside: tuple[int, ...] = ()) -> Iterator[str]:
+    """Yields what does not come back as what it is, in words. What holds itself, or is nested too deeply, is refused by
+    the save."""
+    if id(value) in inside or len(inside) > MAX_DEPTH:
+        return
+    within = (*inside, id(value))
     if isinstance(value, nn.Module | Optimizer) or (
         callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
     ):
         yield f"{path or 'the object'} ({type(value).__name__})"
     elif isinstance(value, dict):
         for key, one in value.items():
-            yield from _objects(one, f"{path}/{key}" if path else str(key))
+            yield from _objects(one, f"{path}/{key}" if path else str(key), within)
     elif isinstance(value, list | tuple):
         for number, one in enumerate(value):
-            yield from _objects(one, f"{path}/{number}" if path else str(number))
+            yield from _objects(one, f"{path}/{number}" if path else str(number), within)
 
 
 def load(

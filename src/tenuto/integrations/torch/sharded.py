@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tenuto.errors import StateError
+from tenuto.errors import StateError, Unserialisable
 from tenuto.integrations.torch import tensors
 from tenuto.integrations.torch.device import TORCH_DTYPES
 from tenuto.integrations.torch.meshes import is_dtensor, layout_of, local_of, local_part, on_one_rank
@@ -23,7 +23,7 @@ from tenuto.model.records import Json
 from tenuto.state.declarations import Shard, ShardLayout, attached, part_view, replicated_layout
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.walker import SeenLeaf, StateWalker, StructureChanged
-from tenuto.state.frameworks import Refresh
+from tenuto.state.frameworks import Refresh, type_name
 from tenuto.state.restore.restorer import SWAPS, Restorer, Thunk
 from tenuto.state.tree import LEAVES, ROOT, kind_of, segment
 
@@ -94,6 +94,13 @@ def _encode(
 ) -> tuple[Json, Callable[[torch.Tensor, torch.Tensor, StateWalker], Json]]:
     """Encodes the rows of `local`. `tensor` is the object in the state, which identifies the leaf. Returns the node and
     a refresh for both."""
+    if tensors.is_subclass(local):
+        raise Unserialisable(
+            f"{path or ROOT}: a part of a {type_name(type(local))}, which other tensors make up, has no representation",
+            subject=path or ROOT,
+            hint="each of its tensors is cut in a way of its own: keep it whole on every rank, as DDP does, or use an "
+            "optimizer whose state has the shape of its parameters",
+        )
     tensors.check(local, path)
     if local.layout is not torch.strided:
         raise StateError(f"{path or ROOT}: a part of a sparse tensor has no representation", subject=path or ROOT)

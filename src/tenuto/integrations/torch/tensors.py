@@ -139,7 +139,9 @@ _LAYOUTS: Final = {name: layout for layout, (name, _) in SPARSE.items()}
 def unknown_type(tensor: torch.Tensor, path: str) -> Unserialisable:
     if str(tensor.dtype)[6:] in QUANTISED:
         return Unserialisable(
-            f"{path or ROOT}: a quantised tensor has no representation", subject=path, hint="dequantize() it"
+            f"{path or ROOT}: a quantised tensor has no representation",
+            subject=path,
+            hint="save its int_repr() beside q_scale() and q_zero_point(), or the numbers that dequantize() gives",
         )
     return Unserialisable(f"{path or ROOT}: {tensor.dtype} is not known to this version", subject=path)
 
@@ -160,7 +162,11 @@ def check(tensor: torch.Tensor, path: str) -> None:
         raise Unserialisable(
             f"{where}: a lazy parameter that is not initialised yet", subject=path, hint="run one forward first"
         )
-    if tensor.is_nested or (tensor.layout is not torch.strided and tensor.layout not in SPARSE):
+    if tensor.is_nested:
+        raise Unserialisable(
+            f"{where}: a nested tensor has no representation", subject=path, hint="save the list that unbind() gives"
+        )
+    if tensor.layout is not torch.strided and tensor.layout not in SPARSE:
         raise Unserialisable(
             f"{where}: a tensor of layout {tensor.layout} has no representation", subject=path, hint="save it dense"
         )

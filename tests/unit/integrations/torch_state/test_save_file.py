@@ -76,6 +76,50 @@ def test_other_objects_are_refused_by_name(tmp_path: Path) -> None:
             tenuto.torch.load(tmp_path / "theirs.pt", **wrong)
 
 
+def test_what_holds_itself_or_is_nested_too_deeply_is_refused_by_path(tmp_path: Path) -> None:
+    inside: dict[str, Any] = {"n": 1}
+    inside["x"] = {"me": [inside]}
+    deep: Any = 1
+    for _ in range(5000):
+        deep = [deep]
+    for save in (tenuto.torch.save, tenuto.save):
+        with pytest.raises(StateError, match=r"^x/me/0: the state contains itself here"):
+            save(inside, tmp_path / "x")
+        with pytest.raises(StateError, match=r"^deep/0.*: more than 90 containers"):
+            save({"deep": deep}, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_dcp_says_that_it_leaves_a_new_optimizer_empty(tmp_path: Path) -> None:
+    def made() -> dict[str, Any]:
+        model = nn.Linear(3, 2)
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+
+    trained = made()
+    trained["model"](torch.ones(3)).sum().backward()
+    trained["optim"].step()
+    dcp.save(
+        {name: one.state_dict() for name, one in trained.items()},
+        storage_writer=tenuto.torch.StorageWriter(tmp_path / "dcp"),
+        checkpoint_id="step-1",
+    )
+    tenuto.save(trained, tmp_path / "own")
+    for where in ("dcp", "own"):
+        empty = {name: one.state_dict() for name, one in made().items()}
+        with pytest.warns(tenuto.TenutoWarning, match=r"has optim\.state, and .* begins without its state") as said:
+            dcp.load(empty, storage_reader=tenuto.torch.StorageReader(tmp_path / where))
+        assert sum(issubclass(one.category, tenuto.TenutoWarning) for one in said) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", tenuto.TenutoWarning)
+            dcp.load(
+                {"model": made()["model"].state_dict()}, storage_reader=tenuto.torch.StorageReader(tmp_path / where)
+            )
+    full = {name: one.state_dict() for name, one in trained.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tenuto.TenutoWarning)
+        dcp.load(full, storage_reader=tenuto.torch.StorageReader(tmp_path / "dcp"))
+
+
 def test_files_of_torch_and_of_dcp_are_loaded_too(tmp_path: Path) -> None:
     state = plain() | {"kind": torch.bfloat16}
     torch.save(state, tmp_path / "x.pt")

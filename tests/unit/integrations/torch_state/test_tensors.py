@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import tenuto
 from tenuto.errors import StateError, StateMismatch, Unserialisable
 from tenuto.integrations.torch.device import QUANTISED, TORCH_DTYPES, TorchBound
 from tenuto.integrations.torch.tensors import TensorSink, bytes_of
@@ -220,7 +222,7 @@ def test_a_subclass_that_is_not_loaded_is_its_parts_and_one_that_refuses_them_is
         carrier.round_trip({"w": value})
 
 
-def test_what_has_no_bytes_is_refused_by_path() -> None:
+def test_what_has_no_bytes_is_refused_by_path(tmp_path: Path) -> None:
     for value in (
         torch.empty(2, device="meta"),
         torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
@@ -231,6 +233,8 @@ def test_what_has_no_bytes_is_refused_by_path() -> None:
             warnings.simplefilter("ignore")
             with pytest.raises(Unserialisable, match=r"^x/0: "):
                 flatten({"x": [value]})
+            with pytest.raises(Unserialisable, match=r"^x/0: "):
+                tenuto.save({"x": [value]}, tmp_path)
 
 
 def test_a_plain_subclass_is_its_bytes(carrier: Any) -> None:
