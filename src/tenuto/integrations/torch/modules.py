@@ -256,7 +256,7 @@ def _metadata_for(module: nn.Module, node: Json) -> OrderedDict[str, Any]:
 
 
 _EXTRA: Final = "_extra_state"
-_FLAGS: Final = ("param", "buffer", "grad")
+_FLAGS: Final = ("param", "buffer", "grad", "class", "dtensor")
 
 
 def overrides(module: nn.Module, *names: str) -> bool:

@@ -110,9 +110,8 @@ def _encode(
         raise tensors.unknown_type(local, path)
     if writer.private or (is_dtensor(tensor) and on_one_rank(tensor)):
         place = local.data_ptr() or id(local)
-        node = writer.leaf(
-            path, known.about, known.spec, local, device=known.device, address=place, geometry=known.geometry
-        )
+        about = {**known.about, "dtensor": True} if writer.private and is_dtensor(tensor) else known.about
+        node = writer.leaf(path, about, known.spec, local, device=known.device, address=place, geometry=known.geometry)
         layout = replicated_layout(local.shape)
     else:
         row_list = _part_rows(local, layout)
@@ -226,6 +225,12 @@ def made_like(parameter: Any, layout: ShardLayout, node: Json, path: str, restor
         restorer.want_boxes(number, sinks(local, layout))
     made = local if not is_dtensor(parameter) else around(local, parameter)
     return lambda: made
+
+
+def own_like(parameter: Any, node: Json, path: str, restorer: Restorer) -> Thunk:
+    """Plans a new DTensor on the restorer's device of this rank's own part of one, cut as its parameter is."""
+    local = restorer.new_leaf(node, path)
+    return lambda: around(local(), parameter)
 
 
 def replicated_like(parameter: Any, node: Json, path: str, restorer: Restorer) -> Thunk:

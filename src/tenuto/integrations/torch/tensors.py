@@ -7,7 +7,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -62,20 +62,26 @@ def signature_of(tensor: torch.Tensor) -> Signature:
 
 
 def _role(tensor: torch.Tensor) -> str:
-    """Returns the role of a tensor in a module, as its node names it; empty for a plain tensor."""
+    """Returns the role of a tensor in a module, as its node names it, and behind a space its class, where that is
+    neither torch's nor Python's own; empty for a plain tensor."""
     # A Buffer is a Tensor that says so itself; an isinstance for every tensor would cost more than its copy.
     if type(tensor) is torch.Tensor and not tensor.__dict__:
         return ""
-    if isinstance(tensor, torch.nn.Parameter):
-        return "param"
-    return "buffer" if isinstance(tensor, torch.nn.Buffer) else ""
+    role = (
+        "param" if isinstance(tensor, torch.nn.Parameter) else "buffer" if isinstance(tensor, torch.nn.Buffer) else ""
+    )
+    kind = type(tensor)
+    return role if kind in PLAIN or kind.__module__.startswith("torch.") else f"{role} {type_name(kind)}"
 
 
 def about(seen: Signature) -> dict[str, Json]:
     """Returns the properties in a tensor's node, without its numbers."""
     properties: dict[str, Json] = {"as": "torch"}
-    if seen[7]:
-        properties[seen[7]] = True
+    role, _, kind = seen[7].partition(" ")
+    if role:
+        properties[role] = True
+    if kind:
+        properties["class"] = kind
     if seen[4]:
         properties["grad"] = True
     if seen[3].type != "cpu":
@@ -410,6 +416,9 @@ def allocate(spec: LeafSpec, device: Any) -> tuple[torch.Tensor, Sink]:
 
 
 def view(base: torch.Tensor, node: Json) -> torch.Tensor:
+    kind = loaded_subclass(str(node["class"]), "as_subclass") if "class" in node else None
+    if kind is not None and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return cast(torch.Tensor, base.detach().as_subclass(kind).requires_grad_(bool(node.get("grad"))))
     if node.get("param"):
         return torch.nn.Parameter(base, requires_grad=bool(node.get("grad")))
     if node.get("buffer"):
@@ -592,14 +601,14 @@ def fresh_subclass(node: Json, path: str, restorer: Restorer) -> Thunk:
     return build
 
 
-def loaded_subclass(name: str) -> Any:
-    """Returns the class of tensors made of others that has this name, if the program has loaded it; the newest of
+def loaded_subclass(name: str, method: str = "__tensor_unflatten__") -> Any:
+    """Returns the class of tensors of this name that has this method, if the program has loaded it; the newest of
     several, as a notebook makes them. Nothing is imported for it."""
     waiting: list[type] = [torch.Tensor]
     found = None
     while waiting:
         kind = waiting.pop()
-        if type_name(kind) == name and hasattr(kind, "__tensor_unflatten__"):
+        if type_name(kind) == name and hasattr(kind, method):
             found = kind
         waiting += reversed(kind.__subclasses__())
     return found

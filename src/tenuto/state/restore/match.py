@@ -12,6 +12,7 @@ import numpy as np
 
 from tenuto.concurrency.worker_threads import gc_paused
 from tenuto.errors import CorruptionError, StateError, StateMismatch, did_you_mean
+from tenuto.events import warn
 from tenuto.model.leaf import LeafSpec, join, lineage
 from tenuto.model.records import Json
 from tenuto.record import record
@@ -98,6 +99,11 @@ def match_state(
             restorer.kept.put_back(error)
             raise
         restorer.kept.end()
+        if restorer.plainer:
+            warn(
+                f"{_few(restorer.plainer)}: loaded as plain tensors, since the program has not loaded their classes; "
+                "import those before the load"
+            )
         prepared.report = _report(restorer)
         return state if entry is None else state[entry]
 

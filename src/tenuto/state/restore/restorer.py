@@ -19,6 +19,7 @@ from tenuto.state import frameworks
 from tenuto.state.contract import Buffer, Form, Memory, Rows, Sink
 from tenuto.state.encode.aliasing import Geometry
 from tenuto.state.encode.walker import owners
+from tenuto.state.frameworks import type_name
 from tenuto.state.restore.kept import Kept
 from tenuto.state.restore.selection import Selection
 from tenuto.state.tree import LEAVES, NEED_TARGET, ROOT, kind_of, leaf_nodes, number_of, terminals, walk
@@ -95,6 +96,8 @@ class Restorer:
         """Scratch space of adapters for one restore."""
         self.faults: list[str] = []
         """Problems that even strict=False cannot overlook."""
+        self.plainer: list[str] = []
+        """New tensors that were of a class which the program has not loaded."""
         self.kept = Kept()
         self.asks = False
         """Whether code of others will run when tensors are filled already, and may refuse."""
@@ -369,7 +372,9 @@ class Restorer:
 
         def view() -> Any:
             if about not in self._views:
-                self._views[about] = adapter.view(base, node)
+                made = self._views[about] = adapter.view(base, node)
+                if node.get("class", type_name(type(made))) != type_name(type(made)):
+                    self.plainer.append(f"{path or ROOT} (a {node['class']})")
             return self._views[about]
 
         return view

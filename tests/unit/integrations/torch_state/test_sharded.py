@@ -102,6 +102,58 @@ def test_a_world_of_one_rank_saves_wholes(alone: None, carrier: Any) -> None:
         assert not isinstance(adam.state[other]["step"], DTensor)
 
 
+def test_state_that_is_each_ranks_own_comes_back_sharded_or_plain_as_it_was(alone: None, tmp_path: Any) -> None:
+    def made() -> dict[str, Any]:
+        model = net()
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return {"model": model, "optimizer": tenuto.per_rank(optimizer)}
+
+    saved, target = made(), made()
+    saved["model"](torch.ones(2, 4)).sum().backward()
+    saved["optimizer"].value.step()
+    for parameter, entry in saved["optimizer"].value.state.items():
+        entry["own"] = torch.ones(parameter.shape)  # of the parameter's shape, and plain all the same
+    tenuto.save(saved, tmp_path)
+    tenuto.load(tmp_path, target)
+    state = target["optimizer"].value.state
+    for one, other in zip(saved["model"].parameters(), target["model"].parameters(), strict=True):
+        assert isinstance(state[other]["exp_avg"], DTensor) and not isinstance(state[other]["own"], DTensor)
+        theirs = saved["optimizer"].value.state[one]["exp_avg"]
+        assert torch.equal(state[other]["exp_avg"].full_tensor(), theirs.full_tensor())
+    target["model"](torch.ones(2, 4)).sum().backward()
+    target["optimizer"].value.step()
+
+
+def test_parts_of_tensors_that_are_made_of_others_are_refused_by_path(world: World) -> None:
+    class Eight(torch.Tensor):
+        @staticmethod
+        def __new__(cls, codes: torch.Tensor) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+        def __init__(self, codes: torch.Tensor) -> None:
+            self.codes = codes
+
+        def __tensor_flatten__(self) -> Any:
+            return ["codes"], None
+
+        @staticmethod
+        def __tensor_unflatten__(parts: Any, context: Any, size: Any, stride: Any) -> Any:
+            return Eight(parts["codes"])
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return cls(function(*(getattr(one, "codes", one) for one in args), **(kwargs or {})))
+
+    world(0, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    local = Eight(torch.zeros(4, dtype=torch.uint8))
+    sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    with pytest.raises(Unserialisable, match=r"^o/0: a part of a .*Eight, which other tensors make up") as caught:
+        flatten({"o": [sharded]})
+    assert "as DDP does" in str(caught.value.hint)
+
+
 def test_parts_without_elements_are_each_a_tensor_of_its_own(alone: None, carrier: Any) -> None:
     mesh = init_device_mesh("cpu", (1,))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import tenuto
 from tenuto.errors import StateError, StateMismatch, Unserialisable
@@ -237,14 +238,37 @@ def test_what_has_no_bytes_is_refused_by_path(tmp_path: Path) -> None:
                 tenuto.save({"x": [value]}, tmp_path)
 
 
-def test_a_plain_subclass_is_its_bytes(carrier: Any) -> None:
-    class Image(torch.Tensor):
-        pass
+class Image(torch.Tensor):
+    """A class of the program's own, whose values are the tensor's."""
 
-    target = {"i": torch.zeros(3).as_subclass(Image)}
+
+class Weight(nn.Parameter):
+    pass
+
+
+def test_a_plain_subclass_comes_back_as_itself_or_is_told_by_path(tmp_path: Path) -> None:
+    state = {"i": torch.arange(3.0).as_subclass(Image), "t": torch.ones(2), "w": Weight(torch.ones(2))}
+    tenuto.save(state, tmp_path)
+    target = {"i": torch.zeros(3).as_subclass(Image), "t": torch.zeros(2), "w": Weight(torch.zeros(2))}
     held = target["i"]
-    carrier.round_trip({"i": torch.arange(3.0).as_subclass(Image)}, target)
+    tenuto.load(tmp_path, target)
     assert target["i"] is held and held.tolist() == [0, 1, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tenuto.TenutoWarning)
+        found = tenuto.load(tmp_path).state
+    assert [type(one) for one in found.values()] == [Image, torch.Tensor, Weight] and found["w"].requires_grad
+    assert found["i"].tolist() == [0, 1, 2] and isinstance(found["w"], nn.Parameter)
+
+
+def test_a_plain_subclass_that_is_not_loaded_is_a_plain_tensor_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "__module__", "gone")
+    tenuto.save({"a": [torch.arange(3.0).as_subclass(Image)]}, tmp_path)
+    monkeypatch.undo()
+    with pytest.warns(tenuto.TenutoWarning, match=r"a/0 \(a gone.Image\): loaded as plain tensors"):
+        found = tenuto.load(tmp_path).state["a"][0]
+    assert type(found) is torch.Tensor and found.tolist() == [0, 1, 2]
 
 
 def test_a_registered_type_may_hold_tensors(carrier: Any) -> None:

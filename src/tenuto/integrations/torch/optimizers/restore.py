@@ -15,7 +15,14 @@ from tenuto.integrations.torch.device import TORCH_DTYPES
 from tenuto.integrations.torch.meshes import is_dtensor, local_of
 from tenuto.integrations.torch.optimizers.encode import its_own_way, located
 from tenuto.integrations.torch.optimizers.zero import local_optimizer, publish_options
-from tenuto.integrations.torch.sharded import device_after, layout_like, made_like, replicated_like, restore_shard
+from tenuto.integrations.torch.sharded import (
+    device_after,
+    layout_like,
+    made_like,
+    own_like,
+    replicated_like,
+    restore_shard,
+)
 from tenuto.model.leaf import join
 from tenuto.model.records import Json
 from tenuto.record import record
@@ -355,6 +362,11 @@ class _Plan:
             return tensors.restore(now, node, path, restorer)
         if kind is None or key == "step":
             return None
+        if restorer.private:  # a plain tensor of the rank's own stays one, whatever its shape
+            if not node.get("dtensor") or spec.shape != tuple(local_of(source.parameter).shape):
+                return None
+            with restorer.on(self._device(source, key, node)):
+                return own_like(source.parameter, node, path, restorer)
         layout = layout_like(source.parameter, source.path)
         if layout is None:
             return None
