@@ -1,7 +1,8 @@
 """Encodes and restores modules: the entries of state_dict(), under names without wrappers.
 
 FSDP2's hooks around state_dict only put parameters back into their shards, so they count as no customisation. A module
-that loads in its own way gets its saved entries through load_state_dict() and decides.
+that loads in its own way gets its saved entries through load_state_dict() and decides, also about sizes that differ:
+what it takes of those has to be what was saved.
 """
 
 from __future__ import annotations
