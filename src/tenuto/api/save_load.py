@@ -331,9 +331,9 @@ def load(
       may have saved it. `ranks=tenuto.Solo()` reads by itself there.
     - `log`, `sinks`: as in Checkpointer. A load that goes well prints nothing.
 
-    Nothing is written, claimed or run. A load that is refused leaves `into` as it was; where an object's own load refuses
-    when more than 256 MiB have been filled, the error names what is overwritten. Damage is found while bytes are read.
-    Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch;
+    Nothing is written, claimed or run. A load that is refused leaves `into` as it was; where an object's own load
+    refuses when more than 256 MiB have been filled, the error names what is overwritten. Damage is found while bytes
+    are read. Raises CheckpointNotFound, NothingRestorable, CorruptionError, StateMismatch;
     of several ranks also RanksMissing, RanksDisagree and RankFailed.
     """
     patience_s = seconds(ranks_timeout, "ranks_timeout=")
