@@ -1,6 +1,7 @@
 """The memory tier in real processes: a crash loses a step, and nothing is gone on from that should not be."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -363,3 +364,32 @@ def test_a_flush_that_is_killed_before_its_commit_is_made_again(where: Path) -> 
     assert last.began == 13
     assert last.source.startswith(f"from {where}")
     right(last)
+
+
+def test_a_copy_of_a_repository_leaves_the_originals_states_alone(where: Path, tmp_path: Path) -> None:
+    first = killed_after_its_last_step(where)
+    shutil.copytree(where, tmp_path / "copy")
+    copy = live(tmp_path / "copy", steps=40)
+    assert (copy.status, copy.began) == (0, 30)
+    line = copy.told("Warned")[0]
+    assert f"step 37 lies in memory already, and it belongs to {where}, of which {tmp_path / 'copy'} is a copy" in line
+    last = live(where, steps=40)
+    assert (last.status, last.began) == (0, 37)
+    right(first, last)
+
+
+def test_a_repository_that_was_moved_takes_its_states_along(where: Path, tmp_path: Path) -> None:
+    first = killed_after_its_last_step(where)
+    where.rename(tmp_path / "moved")
+    last = live(tmp_path / "moved", steps=40)
+    assert (last.status, last.began) == (0, 37)
+    right(first, last)
+
+
+def test_a_repository_that_was_moved_to_another_disk_takes_its_states_along(where: Path, tmp_path: Path) -> None:
+    first = killed_after_its_last_step(where)
+    shutil.copytree(where, tmp_path / "moved")
+    shutil.rmtree(where)
+    last = live(tmp_path / "moved", steps=40)
+    assert (last.status, last.began) == (0, 37)
+    right(first, last)

@@ -94,9 +94,11 @@ class Checkpointer:
       a few seconds for one that runs on this host and is not leaving, a minute for any other one, and then raises
       RunInUse.
     - `memory`: when the state is also sealed in memory that outlives the process (`every(steps=1)`), so that a crash
-      loses a step and not all since the last save. It takes `in_flight` + 1 times the state's size of /dev/shm, from
-      which saves are written too, and a restart on this machine resumes from it by itself. Of several ranks each seals
-      what it holds, twice, at the same steps as the others, and all resume from there or none. None: never.
+      loses a step and not all since the last save (one in the middle of that copy, while a save is being written, what
+      came after that save, unless `in_flight` is 2 or more). It takes `in_flight` + 1 times the state's size of
+      /dev/shm, from which saves are written too, and a restart on this machine resumes from it by itself. Of several
+      ranks each seals what it holds, twice, at the same steps as the others, and all resume from there or none. None:
+      never.
     - `memory_budget`: bytes of host memory that saving may use.
     - `encoding`: how bytes are stored: "plain" as they are; "dedupe" writes only what the checkpoint before has not;
       "small" also compresses it, without loss, and stores differences to the save before; "auto" compresses only where

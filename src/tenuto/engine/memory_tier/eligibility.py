@@ -2,10 +2,11 @@
 
 A sealed image counts as a checkpoint of the attempt that sealed it, one that only this boot of this machine has. A run
 may resume from it where that attempt is the last one with a commit or an image: every later one has no commit, is no
-rollback, and resumed from where the attempt's own durable line ends, or from nothing. So an image never brings back a
-state that training has left behind, by a resume elsewhere, by a rollback, or by removing checkpoints. There is one
-exception: an attempt that resumed from that very end on purpose, without memory, and committed nothing. No record tells
-it from a restart.
+rollback, and resumed from where the attempt's own durable line ends, or from nothing. And it belongs to the directory
+that the repository lies in: a copy of that directory has the same id and the same attempts, and no part in the image.
+So an image never brings back a state that training has left behind, by a resume elsewhere, by a rollback, or by
+removing checkpoints. There is one exception: an attempt that resumed from that very end on purpose, without memory, and
+committed nothing. No record tells it from a restart.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from tenuto.concurrency.process import this_process
-from tenuto.engine.memory_tier.seal import Seal, SealHolder
+from tenuto.engine.memory_tier.seal import Seal, SealHolder, place_of
 from tenuto.errors import CorruptionError, ObjectNotFound, StoreError
 from tenuto.model.ids import CheckpointId, parse_step
 from tenuto.model.records import AttemptRecord
@@ -44,7 +45,7 @@ def judge(repo: Repo, run: str, footer: Seal) -> EligibleImage | str:
 
 
 def foreign(repo: Repo, run: str, footer: Seal) -> str:
-    """Returns why an image is not of this run, machine and user, if it is not. No I/O."""
+    """Returns why an image is not of this run, machine, user and directory, if it is not."""
     if footer.repository != repo.id:
         return "it is of another repository"
     if footer.id.run != run:
@@ -54,7 +55,18 @@ def foreign(repo: Repo, run: str, footer: Seal) -> str:
         return "it was sealed before this machine was started, or on another one"
     if footer.uid != os.geteuid():
         return f"user {footer.uid} sealed it"
-    return ""
+    return of_another_place(repo, footer)
+
+
+def of_another_place(repo: Repo, footer: Seal) -> str:
+    """Returns why an image belongs to another directory with the same repository, which is still there; empty where it
+    does not: also where this one was moved from there, or lies at the same path."""
+    here = place_of(repo.url)
+    if not footer.place or not here or footer.place == here or footer.where == repo.url:
+        return ""
+    if footer.where and place_of(footer.where) != footer.place:
+        return ""  # moved: what lies there now, if anything, is another directory
+    return f"it belongs to {footer.where or 'another directory'}, of which {repo.url} is a copy"
 
 
 def judge_line(repo: Repo, run: str, id: CheckpointId, save_id: str, holder: SealHolder) -> EligibleImage | str:

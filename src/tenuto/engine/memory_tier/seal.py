@@ -55,7 +55,7 @@ class Seal:
     ranks: how many have sealed theirs of this step, `rank` among them; what ranks have sealed of one state has one
     `save_id`. sequence: higher is newer, over all slots of a rank. boot, uid: of the machine and the user that it is
     meant for. sealed_us, saved_us: this boot's monotonic clock, when it was sealed, and when a save to the store was
-    last begun. created, where: for the eye, and for looking the repository up; nothing is decided by them.
+    last begun. created: for the eye. where: its repository; place: that directory itself, as `place_of` has it.
     """
 
     repository: str
@@ -74,6 +74,7 @@ class Seal:
     created: str
     where: str
     ranks: int = 1
+    place: str = ""
     keyed: str = ""
     """Where its repository has keys, the code of its save id by them: what is written of it is sealed, and by them."""
     code: str = ""
@@ -153,6 +154,7 @@ def new_seal(
         created=now_text(),
         where=repo.url if len(json.dumps(repo.url)) <= _MAX_WHERE and repo.url.isascii() else "",
         ranks=ranks,
+        place=place_of(repo.url),
         keyed="" if repo.keys is None else repo.keys.sign_object(save_id.encode()),
     )
     if repo.keys is None:
@@ -160,6 +162,16 @@ def new_seal(
     from tenuto.seal.content_code import sign_content
 
     return replace(seal, code=sign_content(repo.keys, seal.identity, content))._signed_by(repo.keys)
+
+
+def place_of(url: str) -> str:
+    """Returns which directory a repository is, whatever path leads there: its device and inode. Empty where it is none
+    of this machine's."""
+    try:
+        found = os.stat(url)
+    except (OSError, ValueError):
+        return ""
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def encode_seal(footer: Seal, name: str) -> bytes:
@@ -186,6 +198,7 @@ def _body(footer: Seal) -> dict[str, Json]:
         "uid": footer.uid,
         "where": footer.where,
         **({} if footer.ranks == 1 else {"ranks": footer.ranks}),
+        **({"place": footer.place} if footer.place else {}),
         **({"keyed": footer.keyed} if footer.keyed else {}),
         **({"code": footer.code} if footer.code else {}),
         **({"signed": footer.signed} if footer.signed else {}),
@@ -217,6 +230,7 @@ def decode_seal(data: bytes, name: str) -> Seal:
         created=found.text("created"),
         where=found.text("where"),
         ranks=ranks,
+        place=found.text("place", limit=100) if "place" in found.values else "",
         keyed=found.text("keyed", limit=100) if "keyed" in found.values else "",
         code=found.text("code", limit=120) if "code" in found.values else "",
         signed=found.text("signed", limit=100) if "signed" in found.values else "",

@@ -17,7 +17,13 @@ from typing import Final
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
 from tenuto.engine.memory_tier.common_states import common_states
-from tenuto.engine.memory_tier.eligibility import Candidate, EligibleImage, eligible_images, foreign
+from tenuto.engine.memory_tier.eligibility import (
+    Candidate,
+    EligibleImage,
+    eligible_images,
+    foreign,
+    of_another_place,
+)
 from tenuto.engine.memory_tier.image_store import Image, open_image, parts_of
 from tenuto.engine.memory_tier.listing import (
     free_room,
@@ -34,7 +40,7 @@ from tenuto.engine.read.local_state import LocalState
 from tenuto.engine.save.job import Job
 from tenuto.engine.save.rank_group import RankGroup
 from tenuto.engine.staging.plan import SavePlan
-from tenuto.errors import CorruptionError
+from tenuto.errors import CorruptionError, typed
 from tenuto.events import Emitter, Warned
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.repo.ownership.claim import Attempt
@@ -145,12 +151,30 @@ class MemoryTier:
         except OSError as error:
             self.turn_off(f"shared memory cannot be used: {error.strerror or error}")
         else:
+            theirs = self._of_another_place(files)
+            if theirs:
+                for file in files:
+                    file.leave()
+                self.turn_off(theirs)
+                return False
             chunk, emitter = self._repo.chunk_bytes, self._emitter
             self._pool = SlotPool(
                 [MemorySlot(file, chunk, emitter, rank=self.rank, admit=self._admit) for file in files]
             )
             return True
         return False
+
+    def _of_another_place(self, files: Sequence[LastingSlot]) -> str:
+        """Returns why what lies in the slots is not for this process to take; empty where nothing is."""
+        for file in files:
+            sealed = newest(file.seals(), file.name)
+            why = "" if sealed is None else of_another_place(self._repo, sealed[1])
+            if sealed is not None and why:
+                return (
+                    f"step {sealed[1].id.step} lies in memory already, and {why}; it is left alone "
+                    f"({typed('tenuto', 'flush', sealed[1].where or 'WHERE')} writes it to its own repository)"
+                )
+        return ""
 
     def await_slots(self) -> None:
         """Takes the slots as `hold` does, and waits for an owner that may be dying, once."""
@@ -322,7 +346,8 @@ class MemoryTier:
             self._leave(pool.keep(needed), lambda slot: False)
             others = kept_by_others(self._repo.id, self._run, self._ranks)
             for found in [*others, *left_by_more(self._repo.id, self._run, self._ranks)]:
-                remove_image(found.slot)
+                if found.footer is None or not of_another_place(self._repo, found.footer):
+                    remove_image(found.slot)
         except OSError as error:
             self.turn_off(f"shared memory cannot be used: {error.strerror or error}")
             return
