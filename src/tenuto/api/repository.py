@@ -14,6 +14,7 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Json, Manifest, Note
 from tenuto.policy.numbers import metric_name, min_or_max
 from tenuto.repo.best import BestSelector, Mode
+from tenuto.repo.keys import KeySource, unlock
 from tenuto.repo.lineage import latest, resolve, walk
 from tenuto.repo.notes import add_note, notes, with_notes
 from tenuto.repo.refs import (
@@ -49,10 +50,13 @@ LONGEST: Final = 10_000
 
 
 class Repository(Care):
-    """A repository, opened for inspection. Raises NotARepository (naming the nearest one), FormatTooNew, StoreError."""
+    """A repository, opened for inspection; a sealed one by `key`, as in `load`, or by what the environment has. Without
+    the key it can be looked at, and what would put a note, a tag, a pin or a claim raises KeyMissing. Raises
+    NotARepository (naming the nearest one), FormatTooNew, StoreError, KeyMissing, WrongKey."""
 
-    def __init__(self, where: Where, *, sinks: Iterable[AnySink] = ()) -> None:
+    def __init__(self, where: Where, *, key: KeySource | None = None, sinks: Iterable[AnySink] = ()) -> None:
         self.repo = Repo.open(open_store(redirected(where)))
+        unlock(self.repo, key)
         self._emitter = Emitter.of(sinks)
 
     @property

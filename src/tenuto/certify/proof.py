@@ -85,7 +85,7 @@ def proof_of_running(repo: Repo, conditions: Mapping[str, Json]) -> dict[str, Js
     for number in reversed(found):
         name = object_names.numbered(directory, number)
         try:
-            record = objects.decode(KIND, name, repo.store.get(name, limit=objects.SMALL), repo.id)
+            record = repo.decode(KIND, name, repo.store.get(name, limit=objects.SMALL))
             files = record.mapping("files")
             proof: dict[str, Json] = {
                 "created": record.text("created"),

@@ -176,10 +176,12 @@ def plan_drill(
     place: a location of the repository, a copy, or a part of such a URL that one alone has; None: as a restore does it.
     due_s: nothing is due while the newest proof of the run is younger than so many seconds.
 
-    Raises RunNotFound and CheckpointNotFound; UsageError for a place that is no location of the repository, for one in
-    the memory of this process, and where a script could not be compared.
+    Raises RunNotFound and CheckpointNotFound; KeyMissing in a sealed repository, without its key; UsageError for a
+    place that is no location of the repository, for one in the memory of this process, and where a script could not be
+    compared.
     """
     unlock(repo)
+    repo.require_key()
     last = None if due_s is None else newest_proven(repo, run)
     if step is None:
         id = _with_later_metrics(repo, run, metrics) if command else resolve(repo, run, "latest")

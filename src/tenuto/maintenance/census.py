@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from tenuto.concurrency.worker_threads import parallel_for
 from tenuto.engine.read.chunk_reader import threads_for
-from tenuto.errors import CorruptionError, ObjectNotFound, StoreDenied, UsageError
+from tenuto.errors import CorruptionError, KeyMissing, ObjectNotFound, StoreDenied, UsageError
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, attempt_key, parse_attempt, parse_step, run_key, step_key
 from tenuto.model.records import Manifest
@@ -51,6 +51,8 @@ class SaveDirectory:
     manifest_length: int = 0
     manifest_digest: bytes = b""
     """Of the object, of a committed save."""
+    sealed: str = ""
+    """Of a committed save in a repository with keys: `sealed`, `plain`, or `refused` where no key vouches for it."""
     save_id: str = ""
     message: str = ""
     lost: str = ""
@@ -363,6 +365,8 @@ def classify(repo: Repo, save: SaveDirectory) -> None:
     save.save_id = save.begin.save_id if save.begin else ""
     if manifest is not None:
         _classify_by_manifest(save, manifest, repo.id)
+        if save.state == "committed":
+            save.sealed = _sealed(repo, save, manifest)
     elif save.trash:
         _classify_by_trash(repo, save)
     elif save.begin is not None:
@@ -388,6 +392,19 @@ def _classify_by_manifest(save: SaveDirectory, data: bytes, repository: str) -> 
     else:
         save.state, save.manifest, save.save_id = "committed", found, found.save_id
         save.manifest_length, save.manifest_digest = len(data), data[-canonical_json.TAIL :]
+
+
+def _sealed(repo: Repo, save: SaveDirectory, data: bytes) -> str:
+    assert save.manifest is not None, "committed"
+    try:
+        if repo.keys is None and repo.closed_ring is None:
+            return ""
+        repo.authenticate(save.manifest, data)
+    except CorruptionError:
+        return "refused"
+    except KeyMissing:
+        pass  # its key is not on the ring any more: said where it is read
+    return "sealed" if save.manifest.code else "plain"
 
 
 def _classify_by_trash(repo: Repo, save: SaveDirectory) -> None:

@@ -54,7 +54,7 @@ from tenuto.repo.format import object_names
 from tenuto.repo.format.object_names import encoded_pack_file
 from tenuto.repo.format.safetensors import build_header
 from tenuto.repo.format.shard_table import encode_boxes
-from tenuto.repo.keys import read_ring, refuse_if_sealed, unlock
+from tenuto.repo.keys import refuse_if_sealed, unlock
 from tenuto.repo.lineage import latest
 from tenuto.repo.notes import add_note, known_metrics
 from tenuto.repo.ownership.claim import Attempt, claim_newest
@@ -239,8 +239,7 @@ def _one_run(ids: Sequence[CheckpointId]) -> str:
 
 
 def _is_sealed(repo: Repo, manifest: Manifest) -> bool:
-    ring = read_ring(repo).ring if repo.had(object_names.KEYS) else None
-    if ring is None:
+    if not repo.had(object_names.KEYS):
         return False
     return any(pack.key for rank in range(len(manifest.indexes)) for pack in repo.packs(manifest, rank))
 

@@ -90,7 +90,7 @@ def place_in(directory: str, repository: str) -> str:
 def open_place(url: str, repo: Repo) -> Repo:
     """Returns the repository as an emergency place has it, by itself. A path of a file system that hangs hangs here."""
     there = Repo(open_store(url), repo.id, repo.chunk_bytes)
-    there.keys = repo.keys
+    there.share_keys(repo)
     return there
 
 
@@ -116,7 +116,7 @@ def prepare(repo: Repo, url: str, attempt: Attempt) -> None:
     mark_copy(repo, there.store)
     _bring_ring(repo, there)
     name = object_names.attempt_name(attempt.run, attempt.number)
-    put_small(there.store, name, encode_attempt(attempt.record, repo.id))
+    put_small(there.store, name, encode_attempt(attempt.record, repo.id, repo.signer))
     joined(there, attempt.record).check()
     for earlier in there.attempts(attempt.run):
         if earlier < attempt.number:
@@ -210,7 +210,7 @@ class EmergencyCheckpoint:
 @record
 class _Held:
     """A checkpoint in an emergency place, as that has it. `newest`: whether it is what `latest` means there; `damage`:
-    why it cannot be read. `sealed`: whether it is as its repository is."""
+    why it cannot be read."""
 
     id: CheckpointId
     newest: bool
@@ -218,7 +218,6 @@ class _Held:
     save_id: str = ""
     content: str = ""
     damage: str = ""
-    sealed: bool = True
 
 
 def _held(there: Repo, run: str) -> list[_Held]:
@@ -238,8 +237,7 @@ def _held(there: Repo, run: str) -> list[_Held]:
                 record = there.find_attempt(run, number)
                 begin = decode_begin(there.store.get(object_names.begin_name(id), limit=objects.SMALL), id, there.id)
                 manifest, claim = there.manifest(id), "" if record is None else record.id
-                sealed = bool(manifest.code) or there.keys is None
-                found.append(_Held(id, id == newest, claim, begin.save_id, manifest.content, sealed=sealed))
+                found.append(_Held(id, id == newest, claim, begin.save_id, manifest.content))
             except (CorruptionError, CheckpointNotFound, KeyMissing, ObjectNotFound) as error:
                 found.append(_Held(id, id == newest, damage=_unreadable(error)))
     return found
@@ -262,9 +260,6 @@ def _judged(repo: Repo, there: Repo, held: _Held) -> EmergencyCheckpoint:
         return EmergencyCheckpoint(there, id, f"attempt {id.attempt} is another one's in {repo.url}")
     if _is_stored(repo, id, held.content):
         return EmergencyCheckpoint(there, id, "it is in the store", obsolete=True)
-    if not held.sealed:
-        why = f"it is not sealed, as {repo.url} is: whoever can write there may have put it"
-        return EmergencyCheckpoint(there, id, why)
     if not held.newest:
         return EmergencyCheckpoint(there, id, "a later attempt is announced there")
     holder = SealHolder(id.attempt, held.claim)

@@ -19,7 +19,7 @@ from tenuto.repo.format import key_records, object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.object_names import save_of
 from tenuto.repo.format.objects import Origin
-from tenuto.repo.format.small_records import decode_attempt, decode_lease
+from tenuto.repo.format.small_records import decode_lease, read_attempt
 from tenuto.repo.refs import KINDS, read_ref
 from tenuto.repo.replicated.members import member_in
 from tenuto.repo.replicated.places import home_of
@@ -240,7 +240,8 @@ def attempt_findings(
     data = _get(repo, name)
     record: AttemptRecord | None = None
     try:
-        record = decode_attempt(data, found.run, found.number, repo.id) if data is not None else None
+        if data is not None:
+            record = read_attempt(repo.decode("attempt", name, data), found.run, found.number)
     except CorruptionError as error:
         origin = objects.origin(name, data or b"", repo.id)
         if origin is not None and origin.repository == repo.id:
@@ -296,7 +297,10 @@ def numbered_findings(
     for number in sorted(numbers):
         name = object_names.numbered(directory, number)
         try:
-            read[number] = canonical_json.open_seal(repo.store.get(name, limit=objects.SMALL), name=name)
+            data = repo.store.get(name, limit=objects.SMALL)
+            read[number] = canonical_json.open_seal(data, name=name)
+            if objects.origin_in(read[number], name, repo.id) is None:
+                repo.vouch(name, data, str(read[number].get("code", "")))
         except ObjectNotFound:
             continue
         except CorruptionError as error:

@@ -42,7 +42,7 @@ from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import content_of
 from tenuto.repo.format.safetensors import Header, parse_header
 from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
-from tenuto.repo.format.small_records import decode_attempt, decode_begin
+from tenuto.repo.format.small_records import decode_begin, read_attempt
 from tenuto.repo.notes import notes
 from tenuto.repo.refs import numbers
 from tenuto.repo.replicated.places import all_places, copies_of, describe_missing_pack, followers_of, unreachable
@@ -271,7 +271,7 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
             found.findings.append(Finding(found.id, "info", message, harms_restore=False))
     _check_begin(repo, found, found.manifest)
     name = object_names.attempt_name(id.run, id.attempt)
-    _read_small(repo, found, name, lambda data: decode_attempt(data, id.run, id.attempt, repo.id))
+    _read_small(repo, found, name, lambda data: read_attempt(repo.decode("attempt", name, data), id.run, id.attempt))
     _check_notes(repo, found)
     return found
 

@@ -158,7 +158,7 @@ class _WithHeld(Repo):
 
     def __init__(self, repo: Repo, chunk_bytes: int, held: set[CheckpointId]) -> None:
         super().__init__(repo.store, repo.id, chunk_bytes)
-        self.keys = repo.keys
+        self.share_keys(repo)
         self.held = held
 
     def exists(self, id: CheckpointId) -> bool:

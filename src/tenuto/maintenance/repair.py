@@ -120,7 +120,8 @@ def execute(
     touched = [id for id in plan.checked if _concerns(repo, plan, id)]
     if not touched:
         return RepairReport(plan, tuple(repaired), tuple(gone), tuple(failed))
-    verified = execute_verify(repo, plan_verify(repo, touched, listed=True), emitter=emit, threads=threads, note=True)
+    note = repo.keys is not None or repo.closed_ring is None  # without the key no note would be believed
+    verified = execute_verify(repo, plan_verify(repo, touched, listed=True), emitter=emit, threads=threads, note=note)
     quarantined = tuple(_quarantined(repo, plan, verified, id) for id in verified.damaged())
     return RepairReport(plan, tuple(repaired), tuple(gone), tuple(failed), quarantined, verified)
 

@@ -25,6 +25,7 @@ def sign(repo: Repo, id: CheckpointId, signer: Signer) -> Note:
 
     Raises CheckpointNotFound; CorruptionError where an object is missing, or manifest or index cannot be read.
     """
+    repo.require_key()
     names = _names(repo, id)
     digests = _digests(repo, names)
     absent = [name for name in names if name not in digests]

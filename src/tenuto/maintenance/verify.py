@@ -195,8 +195,11 @@ def execute(
     "verified", or "suspect" if it cannot be restored bit for bit. If the store refuses a note, the report says so, no
     more notes are tried, and reading continues. `parts`: reads a part of it, from where earlier ones have ended.
 
-    Reports damage and does not raise it. Raises FormatTooNew, and the error of a store that cannot be listed.
+    Reports damage and does not raise it. Raises FormatTooNew, the error of a store that cannot be listed, and with
+    `note` KeyMissing in a sealed repository, without its key.
     """
+    if note:
+        repo.require_key()
     problems: list[str] = []
     with reporting_to(repo.store, problems.append):
         default = scan_threads(repo)

@@ -198,6 +198,8 @@ def outline(repo: Repo, id: CheckpointId) -> Manifest | None:
         data = repo.store.get(id.manifest, limit=MAX_MANIFEST)
         cut = decode_outline(data, id, repo.id)
         found = decode_manifest(data, id, repo.id) if cut is None else cut[0]
+        if not isinstance(found, Aborted):
+            repo.authenticate(found, data)
     except (ObjectNotFound, CorruptionError):
         return None
     except StoreError as error:

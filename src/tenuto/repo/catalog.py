@@ -211,6 +211,7 @@ class Snapshot(Repo):
     def __init__(self, repo: Repo, catalog: Catalog, run: str, anew: Iterable[CheckpointId] = ()) -> None:
         self._listed = _ListedStore(repo.store, repo.id, catalog._objects)
         super().__init__(self._listed, repo.id, repo.chunk_bytes)
+        self.share_keys(repo)
         self.run = run
         self._catalog = catalog
         self._steps: dict[tuple[str, int], list[int]] = {}
@@ -325,6 +326,8 @@ class Snapshot(Repo):
             data = self.store.get(id.manifest, limit=MAX_MANIFEST)
             outline = decode_outline(data, id, self.id)  # its digest covers the tree, which need not be parsed
             found = decode_manifest(data, id, self.id) if outline is None else outline[0]
+            if not isinstance(found, Aborted):
+                self.authenticate(found, data)
         except ObjectNotFound:
             raise self._not_found(id, "there is none") from None
         except CorruptionError:

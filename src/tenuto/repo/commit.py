@@ -14,8 +14,9 @@ from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Manifest, PackEntry, Receipt
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import ShapeRows, encode_index
-from tenuto.repo.format.manifest import UNSIGNED, encode_manifest, signed_part
+from tenuto.repo.format.manifest import encode_manifest
 from tenuto.repo.format.object_names import index_file
+from tenuto.repo.format.objects import UNSIGNED, signed_part
 from tenuto.repo.format.small_records import Begin, encode_begin
 from tenuto.repo.ownership.claim import Attempt
 from tenuto.repo.repository import Repo
@@ -49,7 +50,8 @@ def begin(
     name = object_names.begin_name(id)
     for file in names:
         assert object_names.is_file(file), f"{file!r} cannot be an object of a checkpoint"
-    data = encode_begin(Begin(id, save_id, tuple(names), attempt.parent, tuple(bases), newest_first), attempt.repo.id)
+    begun = Begin(id, save_id, tuple(names), attempt.parent, tuple(bases), newest_first)
+    data = encode_begin(begun, attempt.repo.id, attempt.repo.signer)
     store = attempt.repo.store
     if not (remote and attempt.is_new(step)) and object_names.MANIFEST in store.children(id.directory).objects:
         raise _used(id)

@@ -81,5 +81,5 @@ def source_of(repo: Repo, manifest: Manifest) -> Repo:
 
 def _as_in(repo: Repo, place: Store) -> Repo:
     there = Repo(place, repo.id, repo.chunk_bytes)
-    there.keys = repo.keys
+    there.share_keys(repo)
     return there

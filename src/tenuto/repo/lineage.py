@@ -30,8 +30,8 @@ from tenuto.model.ids import CheckpointId, run_key
 from tenuto.record import record
 from tenuto.repo.best import BEST, BestSelector, best
 from tenuto.repo.format import object_names, objects
-from tenuto.repo.format.objects import Origin
-from tenuto.repo.format.small_records import decode_begin, decode_lease
+from tenuto.repo.format.objects import Fields, Origin
+from tenuto.repo.format.small_records import check_parent
 from tenuto.repo.lost import Witnesses
 from tenuto.repo.refs import find_tag, is_name, list_tags
 from tenuto.repo.repository import Repo, known_runs
@@ -360,14 +360,22 @@ def _origin_from_saves(repo: Repo, run: str, number: int) -> _Origin | None:
         if beat is not None:
             try:
                 data = repo.store.get(f"{directory}/{file}", limit=objects.SMALL)
-                return _Origin(decode_lease(data, run, number, beat, repo.id).parent)
+                return _parent_in(repo.decode("lease", f"{directory}/{file}", data), run, number)
             except (ObjectNotFound, CorruptionError):
                 continue
     for step in islice(repo.newest_steps(run, number), _SAVES_ASKED):
         id = CheckpointId(run, number, step)
         try:
-            data = repo.store.get(object_names.begin_name(id), limit=objects.SMALL)
-            return _Origin(decode_begin(data, id, repo.id).parent)
+            name = object_names.begin_name(id)
+            data = repo.store.get(name, limit=objects.SMALL)
+            return _parent_in(repo.decode("begin", name, data), run, number)
         except (ObjectNotFound, CorruptionError):
             continue
     return None
+
+
+def _parent_in(found: Fields, run: str, number: int) -> _Origin:
+    """Returns what a lease or a `begin.json` of an attempt says that it came from. Raises CorruptionError."""
+    parent = found.checkpoint("parent")
+    check_parent(parent, run, number, found)
+    return _Origin(parent)

@@ -59,7 +59,7 @@ def notes(repo: Repo, id: CheckpointId) -> list[Note]:
             if objects.is_copy(name, data, repo.id):
                 copies[number] = "a copy of another object lies there"
                 continue
-            fields = objects.decode("note", name, data, repo.id)
+            fields = repo.decode("note", name, data)
             created = fields.values.get("created")
             kind, body = fields.text("note"), fields.mapping("body")
             found[number] = Note(number, kind, body, created if isinstance(created, str) else "")

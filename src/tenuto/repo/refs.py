@@ -51,7 +51,7 @@ def append(repo: Repo, directory: str, kind: str, body: dict[str, Json]) -> int:
         number += 1
         name = object_names.numbered(directory, number)
         try:
-            data = objects.encode(kind, name, {**body, "id": token}, repo.id)
+            data = objects.encode(kind, name, {**body, "id": token}, repo.id, sign=repo.signer)
             objects.put(repo.store, name, data, token=token)
             return number
         except AlreadyExists:
@@ -159,7 +159,7 @@ def find_ref(repo: Repo, kind: Kind, name: str) -> Ref | None:
         except ObjectNotFound:
             continue
         if not objects.is_copy(place, data, repo.id):
-            fields = objects.decode("ref", place, data, repo.id)
+            fields = repo.decode("ref", place, data)
             id = fields.checkpoint("to")
             reason = fields.text("reason") if "reason" in fields.values else ""
             return None if id is None else Ref(kind, name, id, reason)

@@ -20,6 +20,8 @@ from tenuto.errors import (
     ObjectNotFound,
     RepositoryError,
     StoreError,
+    StoreUnavailable,
+    Tampered,
     UsageError,
     typed,
 )
@@ -29,16 +31,16 @@ from tenuto.model.ids import CheckpointId, parse_attempt, parse_steps, run_key, 
 from tenuto.model.records import AttemptRecord, Index, IndexEntry, Manifest, PackEntry
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, Table, decode_index, decode_packs, decode_table
-from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest, signed_part
-from tenuto.repo.format.object_names import REPOSITORY
-from tenuto.repo.format.objects import Origin
+from tenuto.repo.format.manifest import MAX_ABORTED, MAX_MANIFEST, Aborted, decode_manifest
+from tenuto.repo.format.object_names import KEYS, REPOSITORY, numbered, parse_numbered
+from tenuto.repo.format.objects import Fields, Origin, Sign
 from tenuto.repo.format.shard_table import BoxTable, decode_boxes
-from tenuto.repo.format.small_records import decode_attempt, decode_lease
+from tenuto.repo.format.small_records import decode_lease, read_attempt
 from tenuto.repo.identity import Identity, decode, keep_twice, read_identity, warn_of_damage
 from tenuto.repo.replicated.members import identity_of_followers, join, keys_of_followers, known, one_of_many
 from tenuto.repo.replicated.places import mark_damaged, places_of
 from tenuto.seal.cipher import tampered
-from tenuto.seal.keys import RepositoryKeys
+from tenuto.seal.keys import KeyRing, RepositoryKeys, no_key
 from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import Bytes, Store, is_unreadable
 from tenuto.store.wrappers.stripe import stripe_around
@@ -53,6 +55,8 @@ _HEAD: Final = 64 << 10
 """Bytes of a manifest that are read to tell whether it is one: its path stands before its tree."""
 _HINTED: Final = 10_000_000
 """Steps below this have a nought first, and come before all longer ones in a listing."""
+_TRIES: Final = 20
+"""How often a key ring is looked for that others change."""
 _ABORTED: Final = b'{"by":'
 """How each aborted mark begins, and no manifest does."""
 
@@ -135,10 +139,11 @@ class Repo:
         self.chunk_bytes = chunk_bytes
         self.observer: CommitObserver | None = None
         self.keys: RepositoryKeys | None = None
-        """Open where this process has been given what opens them: then manifests and tables are authenticated."""
+        """Open where this process has been given what opens them: then all that it acts on is authenticated."""
         self.distrusted: set[CheckpointId] = set()
         """Checkpoints that this process has found damaged here and read elsewhere: no save names their chunks."""
-        self._warned_of_unsealed = False
+        self._closed: list[KeyRing | None] = []
+        """The key ring where its keys are not open here, None where there is none; empty until that was asked."""
         self._top: frozenset[str] | None = None
         self._hints: dict[tuple[str, int], int | None] = {}
 
@@ -240,6 +245,86 @@ class Repo:
         repo._top = top
         return repo
 
+    # -- what a holder of the key vouches for ------------------------------------------------------------------------
+
+    @property
+    def signer(self) -> Sign | None:
+        """What makes the code of an object that this process puts; None where there are no keys. Raises KeyMissing
+        where there are some, and this process has none."""
+        self.require_key()
+        return None if self.keys is None else self.keys.sign_object
+
+    def require_key(self) -> None:
+        """Raises KeyMissing where there are keys, and this process has none: what it put would not be believed."""
+        ring = None if self.keys is not None else self.closed_ring
+        if ring is not None:
+            raise no_key(ring)
+
+    def share_keys(self, other: Repo) -> None:
+        """Goes by the keys of another view of the same repository."""
+        self.keys = other.keys
+        self._closed = [None if other.keys is not None else other.closed_ring]
+
+    def decode(self, kind: str, name: str, data: bytes) -> Fields:
+        """Returns the fields of a small object that this process acts on, read from `name`. Raises CorruptionError like
+        `objects.decode`, and like `vouch`."""
+        found = objects.decode(kind, name, data, self.id)
+        self.vouch(name, data, found.text("code") if "code" in found.values else "")
+        return found
+
+    def vouch(self, name: str, data: bytes, code: str) -> None:
+        """Checks that a holder of the repository's key has put the object `name`, or vouches for it as it is. Without
+        the key no code can be checked, and what has none must be among what the key ring lists.
+
+        Raises Tampered; KeyMissing where its key is not on the ring any more; CorruptionError for a damaged ring.
+        """
+        keys = self.keys
+        if keys is not None and code and keys.made(code, name):
+            keys.check_object(objects.signed_part(data, code), code, name)
+            return
+        if keys is None and code:
+            return
+        ring = keys or self.closed_ring
+        if ring is None or hashlib.sha256(data).digest() in ring.vouched:
+            return
+        if keys is not None and code:
+            keys.check_object(data, code, name)  # raises: that key is not on the ring
+        id = object_names.save_of(name)
+        raise Tampered(
+            f"{name} is not sealed: no holder of the repository's key has put it or vouches for it",
+            subject=name,
+            hint=f"if you know who has put it: {typed('tenuto', 'key', 'trust', self.url, *([id] if id else []))}",
+            object=name,
+        )
+
+    @property
+    def closed_ring(self) -> KeyRing | None:
+        """The key ring where this process has not opened its keys, read once; None where there is none, or where its
+        keys were destroyed. Raises CorruptionError for a damaged one."""
+        if not self._closed:
+            ring = self.read_ring()[1] if self.had(KEYS) else None
+            self._closed = [ring if ring is not None and ring.slots else None]
+        return self._closed[0]
+
+    def read_ring(self) -> tuple[int, KeyRing | None]:
+        """Returns the newest key ring and the number of its object; 0 and None where there is none. Raises
+        CorruptionError if it cannot be read: an older one would open with slots that were removed."""
+        from tenuto.repo.format.key_records import decode_ring  # most repositories have no keys
+
+        for _ in range(_TRIES):
+            number = max(filter(None, map(parse_numbered, self.store.children(KEYS).objects)), default=0)
+            if not number:
+                return 0, None
+            name = numbered(KEYS, number)
+            try:
+                data = self.store.get(name, limit=objects.SMALL)
+            except ObjectNotFound:
+                continue  # a newer one has replaced it
+            return number, decode_ring(name, data, self.id)
+        raise StoreUnavailable(f"the key ring of {self.url} changed {_TRIES} times while it was read", subject=KEYS)
+
+    # -- what it holds -----------------------------------------------------------------------------------------------
+
     def runs(self) -> list[str]:
         """Returns the runs that have an attempt, by directory name, sorted. Ignores foreign directories."""
         return [
@@ -263,7 +348,7 @@ class Repo:
             return None
         if objects.is_copy(name, data, self.id):
             return None
-        return decode_attempt(data, run_key(run), number, self.id)
+        return read_attempt(self.decode("attempt", name, data), run_key(run), number)
 
     def attempt(self, run: str, number: int) -> AttemptRecord:
         """Raises CheckpointNotFound where there is no such attempt, CorruptionError where its record is damaged."""
@@ -422,16 +507,8 @@ class Repo:
         return found
 
     def authenticate(self, manifest: Manifest, data: bytes) -> None:
-        """Checks that a holder of the repository's key has put this manifest. Does nothing without the keys. Raises
-        Tampered; warns of one that is not sealed, since anybody may have put it."""
-        if self.keys is None:
-            return
-        name = manifest.id.manifest
-        if manifest.code:
-            self.keys.check_object(signed_part(data, manifest.code), manifest.code, name)
-        elif not self._warned_of_unsealed:
-            self._warned_of_unsealed = True
-            warn(f"{manifest.id} is not sealed: whoever can write to {self.url} may have put or changed it")
+        """Checks that a holder of the repository's key vouches for this manifest. Raises like `vouch`."""
+        self.vouch(manifest.id.manifest, data, manifest.code)
 
     def _read_manifest(self, id: CheckpointId) -> bytes | None:
         try:

@@ -7,6 +7,7 @@ drawn at random; there the nonce is the frame's place in the pack, of which ther
 
 from __future__ import annotations
 
+import functools
 import hmac
 import secrets
 import threading
@@ -198,7 +199,13 @@ def hide(key: bytes, digests: Digests) -> Digests:
 
 def sign_object(key: bytes, data: Buffer) -> str:
     """Returns the code by which a holder of the repository key knows its own objects, as 64 hexadecimal digits."""
-    return hmac.digest(derive(key, "object"), data, "sha256").hex()
+    return hmac.digest(_object_key(key), data, "sha256").hex()
+
+
+@functools.lru_cache(maxsize=16)
+def _object_key(key: bytes) -> bytes:
+    """Derives it once: retention checks hundreds of notes after each save."""
+    return derive(key, "object")
 
 
 def check_object(key: bytes, data: Buffer, code: str, name: str) -> None:

@@ -8,7 +8,7 @@ open a slot can make one that opens with the same secret: nobody else can slip i
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import field, replace
 from typing import Final
 
@@ -22,6 +22,9 @@ from tenuto.units import count
 
 MAX_SLOTS: Final = 32
 MAX_OLDER: Final = 4096
+DIGEST: Final = 32
+"""Bytes of the SHA-256 of an object that a key vouches for."""
+MAX_VOUCHED: Final = 100_000
 
 
 @record
@@ -37,20 +40,27 @@ class Slot:
 @record
 class KeyRing:
     """`key`: the number of the newest repository key. `older`: the others by number, each wrapped by the newest. A
-    ring without slots is that of a repository whose keys were destroyed."""
+    ring without slots is that of a repository whose keys were destroyed. `vouched`: SHA-256 of each object without a
+    code that counts all the same, as what lay there before the first key; `vouched_code`: the code of all of them."""
 
     repository: str
     key: int
     slots: tuple[Slot, ...]
     older: Mapping[int, bytes]
+    vouched: frozenset[bytes] = frozenset()
+    vouched_code: str = ""
 
 
 class RepositoryKeys:
-    """The keys of one repository, open. Seals with the newest, and opens with whichever is named."""
+    """The keys of one repository, open. Seals with the newest, and opens with whichever is named. `vouched`: as in its
+    ring, checked."""
 
-    def __init__(self, repository: str, number: int, keys: Mapping[int, bytes]) -> None:
+    def __init__(
+        self, repository: str, number: int, keys: Mapping[int, bytes], vouched: frozenset[bytes] = frozenset()
+    ) -> None:
         self.repository = repository
         self.number = number
+        self.vouched = vouched
         self._keys = dict(keys)
 
     def __repr__(self) -> str:
@@ -94,6 +104,10 @@ class RepositoryKeys:
         """Returns the code of an object that stays readable: the key's number, a colon, and 64 hexadecimal digits."""
         return f"{self.number}:{cipher.sign_object(self.newest, data)}"
 
+    def made(self, code: str, name: str) -> bool:
+        """Returns whether a code names a key that is here. Raises CorruptionError for what is no code."""
+        return cipher.split_number(code, name)[0] in self._keys
+
     def check_object(self, data: Buffer, code: str, name: str) -> None:
         """Raises KeyMissing, Tampered."""
         number, digits = cipher.split_number(code, name)
@@ -126,7 +140,7 @@ def open_ring(ring: KeyRing, given: Sequence[Secret]) -> RepositoryKeys:
                 refused.append(error)
                 continue
             if key is not None:
-                return RepositoryKeys(ring.repository, ring.key, _all_keys(ring, key))
+                return _opened(ring, key)
             tried.append(secret.words)
     if tried:
         raise WrongKey(
@@ -156,6 +170,17 @@ def _open_slot(ring: KeyRing, slot: Slot, slot_key: bytes) -> bytes | None:
 
 def _wrap(ring: KeyRing, id: str, lock: Lock, slot_key: bytes, key: bytes) -> bytes:
     return cipher.wrap(slot_key, key, purpose="slot", bound=_bound(ring, id, lock))
+
+
+def _opened(ring: KeyRing, newest: bytes) -> RepositoryKeys:
+    keys = RepositoryKeys(ring.repository, ring.key, _all_keys(ring, newest), ring.vouched)
+    if ring.vouched:
+        keys.check_object(_vouched_statement(ring.repository, ring.vouched), ring.vouched_code, "keys")
+    return keys
+
+
+def _vouched_statement(repository: str, vouched: Set[bytes]) -> bytes:
+    return canonical_json.dumps(["tenuto vouched 1", repository, b"".join(sorted(vouched)).hex()])
 
 
 def _all_keys(ring: KeyRing, newest: bytes) -> dict[int, bytes]:
@@ -204,10 +229,27 @@ def new_slot(repository: str, secret: Secret, created: str) -> NewSlot:
     return NewSlot(secrets.token_hex(16), *secret.draw(repository), created)
 
 
-def first_ring(repository: str, new: NewSlot, destroyed: KeyRing | None = None) -> KeyRing:
-    """Draws the first key of a repository. `destroyed`: the ring that was, whose numbers are not used again."""
+def first_ring(repository: str, new: NewSlot, vouched: Set[bytes], destroyed: KeyRing | None = None) -> KeyRing:
+    """Draws the first key of a repository. `vouched`: of what lies there already. `destroyed`: the ring that was, whose
+    numbers are not used again."""
     ring = KeyRing(repository, destroyed.key + 1 if destroyed else 1, (), {})
-    return replace(ring, slots=(_new_slot(ring, secrets.token_bytes(KEY), new),))
+    key = secrets.token_bytes(KEY)
+    ring = replace(ring, slots=(_new_slot(ring, key, new),))
+    return vouching(ring, RepositoryKeys(repository, ring.key, {ring.key: key}), vouched)
+
+
+def vouching(ring: KeyRing, keys: RepositoryKeys, more: Set[bytes]) -> KeyRing:
+    """Has the keys vouch for more objects as they lie there. `keys`: as opened from this ring."""
+    vouched = keys.vouched | more
+    if len(vouched) > MAX_VOUCHED:
+        raise UsageError(
+            f"{len(vouched):,} objects without a code are more than a key ring can vouch for ({MAX_VOUCHED:,})",
+            subject=ring.repository,
+            hint="remove what is not needed (tenuto keep WHERE --latest N --now), or seal a new repository",
+        )
+    if not vouched:
+        return ring
+    return replace(ring, vouched=vouched, vouched_code=keys.sign_object(_vouched_statement(ring.repository, vouched)))
 
 
 def with_slot(ring: KeyRing, keys: RepositoryKeys, new: NewSlot) -> KeyRing:
@@ -222,7 +264,9 @@ def with_slot(ring: KeyRing, keys: RepositoryKeys, new: NewSlot) -> KeyRing:
 def without_slot(ring: KeyRing, id: str) -> KeyRing:
     """Removes a slot; with the last one goes everything that any key of the repository has sealed."""
     slots = tuple(slot for slot in ring.slots if slot.id != id)
-    return replace(ring, slots=slots, older=ring.older if slots else {})
+    if not slots:
+        return KeyRing(ring.repository, ring.key, (), {})
+    return replace(ring, slots=slots)
 
 
 def rotated(ring: KeyRing, given: Sequence[Secret]) -> KeyRing:
@@ -236,7 +280,7 @@ def rotated(ring: KeyRing, given: Sequence[Secret]) -> KeyRing:
     key, number = secrets.token_bytes(KEY), ring.key + 1
     if number > MAX_KEY_NUMBER or len(ring.older) >= MAX_OLDER:
         raise UsageError(f"key {ring.key} is the last one", subject=ring.repository, hint="begin another repository")
-    new = KeyRing(ring.repository, number, (), {})
+    new = KeyRing(ring.repository, number, (), {}, ring.vouched, ring.vouched_code)
     slots, closed = [], []
     for slot in ring.slots:
         fitting = (secret.slot_key(slot.lock, ring.repository) for secret in given if secret.fits(slot.lock))

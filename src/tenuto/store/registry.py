@@ -195,6 +195,12 @@ def redirected(where: Where) -> Where:
     return order["scratch"] if order is not None and same_store(where, order["where"]) else where
 
 
+def is_scratch(store: Store) -> bool:
+    """Returns whether `tenuto certify` has put this store in the place of the one that the script names."""
+    order = certify_order()
+    return order is not None and same_store(store, order["scratch"])
+
+
 def same_store(one: Where, other: Where) -> bool:
     """Returns whether both name one store. Opening touches nothing."""
     return open_store(one).url.rstrip("/") == open_store(other).url.rstrip("/")

@@ -139,7 +139,7 @@ def test_a_manifest_that_somebody_changed_is_refused(tmp_path: Path, change: Any
         pass
 
 
-def test_a_manifest_whose_seal_was_taken_off_is_told(tmp_path: Path) -> None:
+def test_a_manifest_whose_seal_was_taken_off_is_refused(tmp_path: Path) -> None:
     where, key = sealed(tmp_path)
     train(where, 1, key=key)
 
@@ -147,7 +147,7 @@ def test_a_manifest_whose_seal_was_taken_off_is_told(tmp_path: Path) -> None:
         del values["code"]
 
     redigested(next(where.glob("runs/main/*/step-00000001/manifest.json")), unsealed)
-    with pytest.warns(tenuto.TenutoWarning, match="is not sealed"):
+    with pytest.raises(Tampered, match="is not sealed"):
         tenuto.load(where, step=1, key=key)
 
 

@@ -267,9 +267,7 @@ def test_a_training_that_goes_back_and_forks(tmp_path: Path, cache: Path) -> Non
     assert [row.id.step for row in there.query("run == 'main' and line == 'current'", limit=9)] == [10]
 
 
-@pytest.mark.filterwarnings("ignore::tenuto.TenutoWarning")  # the first one is not sealed
 def test_encoded_sealed_and_in_several_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENUTO_KEY_FILE", str(tmp_path / "tenuto.key"))
     sealed, spread = tmp_path / "sealed", tenuto.Mirror(tmp_path / "one", tmp_path / "two")
 
     def train(where: Any, steps: int, **more: Any) -> list[Row]:
@@ -286,6 +284,7 @@ def test_encoded_sealed_and_in_several_places(tmp_path: Path, monkeypatch: pytes
     train(sealed, 1)
     with pytest.raises(SystemExit):
         main(["key", "add", str(sealed), "--key-file", str(tmp_path / "tenuto.key")])
+    monkeypatch.setenv("TENUTO_KEY_FILE", str(tmp_path / "tenuto.key"))
     assert [row.id.step for row in train(sealed, 3)] == [3]
     monkeypatch.delenv("TENUTO_KEY_FILE")
     assert [row.id.step for row in tenuto.Repository(sealed).query("loss < 0.4", limit=9)] == [3], "no key is needed"

@@ -199,7 +199,7 @@ def test_an_encoded_run_is_rolled_back_and_saved_to_again(where, repository):
     assert list(np.flatnonzero(tenuto.load(where).state["x"] == -1)) == [0, 101]
 
 
-def test_a_sealed_repository_needs_its_key_only_to_look_into_leaves(tmp_path, monkeypatch):
+def test_a_sealed_repository_needs_its_key_to_look_into_leaves_and_to_go_back(tmp_path, monkeypatch):
     where, key = tmp_path / "ckpts", tmp_path / "tenuto.key"
     tenuto.save({"x": 0}, where, run="other")
     key_command = [str(word) for word in ("key", "add", where, "--key-file", key)]
@@ -214,6 +214,10 @@ def test_a_sealed_repository_needs_its_key_only_to_look_into_leaves(tmp_path, mo
     assert len(repository.compare([1, 3]).checkpoints) == 2
     with pytest.raises(KeyMissing):
         repository.bisect(nan=True)
+    for change in (lambda: repository.rollback(2, reason="nan"), lambda: repository.fork(1, "warm")):
+        with pytest.raises(KeyMissing):
+            change()
+    repository = tenuto.Repository(where, key=key)
     repository.rollback(2, reason="nan")
     repository.fork(1, "warm")
     assert (repository.latest_step(), repository.latest_step("warm")) == (2, 1)

@@ -250,10 +250,10 @@ def test_into_a_run_that_was_not_forked_the_bytes_go_too(source: Path) -> None:
 
 
 def test_sealed_bytes_are_shared_and_never_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENUTO_KEY_FILE", str(tmp_path / "key"))
     tenuto.save({"x": 1}, tmp_path / "source", run="open")
     with pytest.raises(SystemExit):
         main(["key", "add", str(tmp_path / "source"), "--key-file", str(tmp_path / "key")])
+    monkeypatch.setenv("TENUTO_KEY_FILE", str(tmp_path / "key"))
     trained(tmp_path / "source")
     repository = tenuto.Repository(tmp_path / "source")
     with pytest.raises(UsageError, match="is sealed"):

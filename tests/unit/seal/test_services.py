@@ -30,7 +30,7 @@ def repo() -> Repo:
 
 def begin(repo: Repo, secret: Secret) -> None:
     slot = new_slot(repo.id, secret, "now")
-    change_ring(repo, lambda ring: first_ring(repo.id, slot))
+    change_ring(repo, lambda ring: first_ring(repo.id, slot, frozenset()))
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def bisect(
     """
     from tenuto.history import bisect as history
 
-    repo = repository(where)
+    repo = repository(where, acts=True)
     example = typed("tenuto", "bisect", where, "--where", "loss > 3")
     if sum((bool(command), condition is not None, nan)) != 1:
         raise UsageError("what to look for is one of --where, --nan and a command after `--`", hint=example)

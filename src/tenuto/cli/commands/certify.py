@@ -85,13 +85,16 @@ def _record(where: str, found: Certification) -> bool:
     """Records the proof, so that checkpoints of this script say "proven"; returns whether it did. A verdict that cannot
     be recorded, such as in a place that is read-only, stands all the same."""
     from tenuto.certify.proof import put_proof
+    from tenuto.repo.keys import unlock
     from tenuto.repo.repository import Repo
     from tenuto.store.registry import open_store
 
     if found.verdict.kind != "exact" or found.script is None:
         return False
     try:
-        put_proof(Repo.create_or_open(open_store(where)), found.script, saved=found.saved, last=found.last)
+        repo = Repo.create_or_open(open_store(where))
+        unlock(repo)
+        put_proof(repo, found.script, saved=found.saved, last=found.last)
     except TenutoError as error:
         output.story(f"the verdict is not recorded, so checkpoints will not say `proven`: {error.message}")
         return False

@@ -58,7 +58,7 @@ def diff(
 
     if sort not in ("change", "path"):
         raise UsageError(f"--sort {sort} is neither change nor path", subject="--sort", hint="--sort change")
-    repo = repository(where)
+    repo = repository(where, acts=True)
     a, other, b = checkpoint(repo, run, first), None, second
     if is_file_of_weights(second):
         other = second
@@ -66,7 +66,7 @@ def diff(
         other, b = parts
     target: CheckpointId | str = b
     if not (other is not None and is_file_of_weights(other)):
-        target = checkpoint(repo if other is None else repository(other), run, b)
+        target = checkpoint(repo if other is None else repository(other, acts=True), run, b)
     bar = ProgressBar()
     emitter = Emitter.of([bar])
     try:

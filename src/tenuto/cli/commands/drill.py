@@ -72,7 +72,7 @@ def drill(
     from tenuto.formats.beside import refuse_other
     from tenuto.model.sizes import parse_time
 
-    repo, name = repository(where), _parts(words or [], command := list(context.meta[BEHIND]))
+    repo, name = repository(where, acts=True), _parts(words or [], command := list(context.meta[BEHIND]))
     meant = None if name is None else checkpoint(repo, run, name)
     plan = plan_drill(
         repo,

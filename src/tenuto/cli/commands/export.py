@@ -72,7 +72,7 @@ def export(
             if isinstance(event, CandidateSkipped):
                 output.story(f"warning: {sentence(event)}")
 
-    repo = repository(where)
+    repo = repository(where, acts=True)
     choice = Choice(entry, include, exclude, strip, rename or (), None if dtype is None else float_type(dtype))
     bar = ProgressBar()
     emitter = Emitter.of([bar, SkipReporter()])

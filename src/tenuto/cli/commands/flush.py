@@ -44,7 +44,7 @@ def flush(
     from tenuto.model.ids import run_key
     from tenuto.units import size
 
-    repo = repository(where)
+    repo = repository(where, acts=True)
     plan, other_users = plan_flush(repo, run_key(run_of(repo, run))), images_of_others()
     theirs = judged(repo, plan.run, other_users.users)
     rows = [*((one.found, one.verdict) for one in plan.images), *theirs]

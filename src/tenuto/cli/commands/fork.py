@@ -36,7 +36,7 @@ def fork(
     """
     from tenuto.history.fork import execute, plan_fork
 
-    repo = repository(where)
+    repo = repository(where, acts=True)
     plan = plan_fork(repo, checkpoint(repo, run, step), new_run, reason=reason, force=force)
     if not json:
         output.line(str(plan))

@@ -88,7 +88,7 @@ def keep(
     calendar = {"hourly": hourly, "daily": daily, "weekly": weekly, "monthly": monthly, "yearly": yearly}
     parts = _policies(latest, (every_steps, every_hours), calendar, within, after or [])
     nbytes = None if budget is None else parse_bytes(budget, "--budget")
-    repo = repository(where)
+    repo = repository(where, acts=True)
     name = run_of(repo, run)
     if name not in repo.runs():
         from tenuto.repo.lineage import resolve

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,12 @@ from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository
 from tenuto.cli.console.output import agreed
 from tenuto.cli.console.where import default_place
+from tenuto.cli.views.run_listing import SEALED
 from tenuto.errors import KeyMissing, RemovalRefused, UsageError, typed
+from tenuto.units import count
 
 if TYPE_CHECKING:
+    from tenuto.model.ids import CheckpointId
     from tenuto.repo.repository import Repo
     from tenuto.seal.keys import KeyRing, Slot
     from tenuto.seal.secret_sources import Lock, Secret
@@ -28,6 +31,7 @@ EXAMPLES = examples(
     "tenuto key add /data/checkpoints --passphrase --with tenuto.key",
     "tenuto key rm /data/checkpoints --slot 3f2a",
     "tenuto key rotate /data/checkpoints --key-file tenuto.key",
+    "tenuto key trust /data/checkpoints 500   # saved without the key, and yours all the same",
 )
 
 
@@ -37,6 +41,7 @@ class Action(StrEnum):
     add = "add"
     rm = "rm"
     rotate = "rotate"
+    trust = "trust"
     ls = "ls"
 
 
@@ -49,15 +54,21 @@ Kms = Annotated[str | None, typer.Option("--kms", metavar="ID", help="add: a key
 Vault = Annotated[str | None, typer.Option("--vault", metavar="PATH", help="add: a transit key of HashiCorp Vault.")]
 Opens = Annotated[
     str | None,
-    typer.Option("--with", metavar="KEY", help="add: what opens it now: a file or env:NAME; else as in a script."),
+    typer.Option(
+        "--with", metavar="KEY", help="add, trust: what opens it now: a file or env:NAME; else as in a script."
+    ),
 ]
 SlotId = Annotated[str | None, typer.Option("--slot", metavar="ID", help="rm: the slot, or how its id begins.")]
 
 
 def key(
-    action: Annotated[Action, typer.Argument(metavar="add|rm|rotate|ls", help="What to do.", show_default=False)],
+    action: Annotated[Action, typer.Argument(metavar="add|rm|rotate|trust|ls", help="What to do.", show_default=False)],
     where: Annotated[str | None, typer.Argument(metavar="WHERE", help="The repository.", show_default=False)] = None,
+    step: Annotated[
+        str | None, typer.Argument(metavar="[CHECKPOINT]", help="trust: this one alone.", show_default=False)
+    ] = None,
     *,
+    run: options.Run = None,
     key_file: KeyFile = None,
     passphrase: Passphrase = False,
     env: Variable = None,
@@ -73,14 +84,19 @@ def key(
 
     Each slot opens the repository by itself. rotate draws a new key for what is saved from now on; what is there stays
     readable. It needs the secret of every slot: files, variables, services; a passphrase is asked for.
-    """
-    from tenuto.repo.keys import read_ring
 
+    Once there is a key, what it has not sealed is refused, unless it lay there before. trust has the key vouch for what
+    was put without it since, as it lies there now: one checkpoint with its notes, or everything.
+    """
     given = _given(key_file or [], passphrase, env, kms, vault)
     _check_options(action, given, opens, slot)
+    if action is not Action.trust and (step is not None or run is not None):
+        raise UsageError(f"{action} is about the whole repository", subject=step or "--run", hint="leave it out")
     repo = repository(where if where is not None else default_place())
     if action is Action.ls:
-        _show(repo, read_ring(repo).ring, json)
+        _show(repo, repo.read_ring()[1], json)
+    elif action is Action.trust:
+        _trust(repo, None if step is None else options.checkpoint(repo, run, step), opens, yes, json)
     elif action is Action.add:
         _add(repo, given[0], opens, json)
     elif action is Action.rm:
@@ -119,7 +135,7 @@ def _check_options(action: Action, given: Sequence[Source], opens: str | None, s
             "which slot?" if slot is None else "--slot is for rm", subject="--slot", hint="tenuto key ls WHERE"
         )
     files = action is Action.rotate and all(name == "--key-file" for name, _ in given)
-    if action is not Action.add and ((given and not files) or opens is not None):
+    if (given and not files and action is not Action.add) or (opens and action not in (Action.add, Action.trust)):
         name = given[0][0] if given and not files else "--with"
         raise UsageError(f"{name} has no effect with {action}", subject=name, hint="tenuto key --help")
 
@@ -154,21 +170,23 @@ def _ask(question: str, *, twice: bool = False) -> str:
 
 
 def _add(repo: Repo, source: Source, opens: str | None, json: bool) -> None:
-    from tenuto.repo.keys import change_ring, find_key, read_ring, secret_from
+    from tenuto.repo.keys import change_ring, find_key, secret_from, without_code
     from tenuto.repo.repository import now_text
     from tenuto.seal.keys import first_ring, new_slot, open_ring, with_slot
 
-    there = read_ring(repo).ring
+    there = repo.read_ring()[1]
     asked: list[Secret] = []
     if there is not None and there.slots:
         asked = [secret_from(opens)] if opens is not None else _asked(repo, there)
         if asked:
             open_ring(there, asked)  # before anything new is made
     new = new_slot(repo.id, source[1](), now_text())
+    before: dict[str, bytes] = {}
 
     def change(ring: KeyRing | None) -> KeyRing:
         if ring is None or not ring.slots:
-            return first_ring(repo.id, new, ring)
+            before.update(without_code(repo))
+            return first_ring(repo.id, new, frozenset(before.values()), ring)
         if any(slot.id == new.id for slot in ring.slots):
             return ring
         return with_slot(ring, open_ring(ring, asked) if asked else find_key(repo), new)
@@ -178,6 +196,11 @@ def _add(repo: Repo, source: Source, opens: str | None, json: bool) -> None:
         output.document("key", {"where": repo.url, "action": "add", "slot": new.id, **_json(ring)})
         return
     output.line(f"slot {new.id[:8]} ({_words(new.lock)}) opens {repo.url}")
+    plain = _checkpoints(before)
+    if plain:
+        again = typed("tenuto", "repack", repo.url, "--encoding", "plain")
+        output.story(f"note: plain from before, and trusted as it lies there now: {count(plain, 'checkpoint')}")
+        output.story(f"hint: {again} seals those of a run that has ended")
     if len(ring.slots) == 1:
         output.story("note: it is the only slot: what is sealed is lost with it. A second one, kept elsewhere, is wise")
 
@@ -194,6 +217,39 @@ def _asked(repo: Repo, ring: KeyRing) -> list[Secret]:
             raise
         return [Passphrase(_ask(f"Passphrase of {repo.url}"))]
     return []
+
+
+def _checkpoints(names: Iterable[str]) -> int:
+    return sum(name.startswith("runs/") and name.endswith("/manifest.json") for name in names)
+
+
+def _trust(repo: Repo, id: CheckpointId | None, opens: str | None, yes: bool, json: bool) -> None:
+    """Has the key vouch for what has no code, as it lies there now."""
+    from tenuto.repo.keys import change_ring, find_key, ring_of, secret_from, without_code
+    from tenuto.seal.keys import open_ring, vouching
+
+    ring = ring_of(repo)
+    asked = [secret_from(opens)] if opens is not None else _asked(repo, ring)
+    repo.keys = open_ring(ring, asked) if asked else find_key(repo)
+    found = without_code(repo, id)
+    for name in found:
+        output.story(f"  {name}")
+    what = "everything" if id is None else str(id)
+    if found and agreed(f"Vouch for {count(len(found), 'object')} that no key has made, as they lie there?", yes=yes):
+
+        def change(now: KeyRing | None) -> KeyRing:
+            assert now is not None, "a key ring is replaced, and never removed"
+            return vouching(now, open_ring(now, asked) if asked else find_key(repo), frozenset(found.values()))
+
+        change_ring(repo, change)
+    elif found:
+        return
+    if json:
+        output.document("key", {"where": repo.url, "action": "trust", "vouched": sorted(found), **_json(ring)})
+    elif found:
+        output.line(f"the key vouches for {count(len(found), 'object')}, {count(_checkpoints(found), 'checkpoint')}")
+    else:
+        output.line(f"nothing to do: the key vouches for {what} already")
 
 
 def _remove(repo: Repo, slot: str, yes: bool, json: bool) -> None:
@@ -295,8 +351,13 @@ def _show(repo: Repo, ring: KeyRing | None, json: bool) -> None:
     elif not ring.slots:
         output.line(f"the keys of {repo.url} were destroyed: what was sealed there cannot be read any more")
     else:
+        from tenuto.maintenance.census import take_census
+
         output.line(f"key {ring.key} of {repo.url}, opened by any of:")
         output.line(output.rows([(slot.id[:8], f"{_words(slot.lock)}, since {slot.created}") for slot in ring.slots]))
+        saves = [save for save in take_census(repo).saves.values() if save.state == "committed"]
+        counted = [(state, sum(save.sealed == state for save in saves)) for state in SEALED]
+        output.line(f"checkpoints: {', '.join(f'{number:,} {SEALED[state]}' for state, number in counted if number)}")
 
 
 def _words(lock: Lock) -> str:

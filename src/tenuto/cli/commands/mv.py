@@ -41,7 +41,7 @@ def mv(
     from tenuto.maintenance.rename_run import execute, plan_rename
     from tenuto.units import count, size
 
-    repo = repository(where)
+    repo = repository(where, acts=True)
     plan = plan_rename(repo, run, new)
     tags = f", {count(len(plan.tags), 'tag')}" if plan.tags else ""
     what = f"{count(len(plan.checkpoints), 'checkpoint')}{tags} of run {plan.run}"

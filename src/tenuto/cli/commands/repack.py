@@ -48,7 +48,7 @@ def repack(
     from tenuto.telemetry.progress import ProgressBar
     from tenuto.units import count, size
 
-    repo = repository(where)
+    repo = repository(where, acts=True)
     plan = plan_repack(repo, run_of(repo, run), encoding_of(encoding))
     what = f"{count(len(plan.checkpoints), 'checkpoint')} of run {plan.run}, {size(plan.stored)} in data files"
     if not json:

@@ -64,7 +64,7 @@ def repair(
     from tenuto.maintenance.repair_sources import Sources
     from tenuto.telemetry.progress import ProgressBar
 
-    repo = repository(where)
+    repo = repository(where, acts=True)
     ids = [checkpoint(repo, run, name) for name in checkpoints] if checkpoints else _of_run(repo, run)
     if salvage is not None:
         _salvage(repo, ids if checkpoints else None, salvage, force=force, json=json)

@@ -45,7 +45,7 @@ def rm(
     from tenuto.maintenance.remove import execute, plan_remove
     from tenuto.units import count, size
 
-    repo = repository(where)
+    repo = repository(where, acts=True)
     plan = plan_remove(repo, [checkpoint(repo, run, name) for name in checkpoints], force=force)
     if not json:
         output.line(_words(plan))

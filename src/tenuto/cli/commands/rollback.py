@@ -38,7 +38,7 @@ def rollback(
     """
     from tenuto.history.rollback import execute, plan_rollback
 
-    repo = repository(where)
+    repo = repository(where, acts=True)
     to = checkpoint(repo, run, step)
     name = run_of(repo, run if run is not None or step.count("/") <= 1 else to.run)
     plan = plan_rollback(repo, name, to, reason=reason, force=force)

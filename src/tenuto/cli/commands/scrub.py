@@ -49,7 +49,7 @@ def scrub(
     every_s = parse_time(every, "every")
     seconds = None if duration is None else parse_time(duration, "for")
     rate = None if limit is None else parse_rate(limit, "limit")
-    repo = repository(where)
+    repo = repository(where, acts=True)
     bar = ProgressBar()
     try:
         report = read(repo, every_s=every_s, rate=rate, seconds=seconds, emitter=Emitter.of([bar]))

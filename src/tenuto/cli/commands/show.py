@@ -15,7 +15,6 @@ from tenuto.errors import UsageError, typed
 
 if TYPE_CHECKING:
     from tenuto.cli.views.shards import Contents
-    from tenuto.model.ids import CheckpointId
     from tenuto.model.leaf import LeafSpec
     from tenuto.model.records import Index, Manifest, Note
     from tenuto.repo.repository import Repo
@@ -153,23 +152,39 @@ def _page(repo: Repo, where: str, manifest: Manifest, loaded: Contents, notes: t
     place = f"{repo.url.rstrip('/')}/{manifest.id.directory}"
     texts = [("note" if number == 0 else "", text) for number, text in enumerate(texts_of(notes))]
     unusual = [*_damage(notes), *_restorable(notes), *texts, *_unusual(repo, manifest, loaded, metrics)]
-    marks = _marks(repo, manifest.id, notes)
+    marks = _marks(repo, manifest, notes)
     page = Page(manifest, loaded, place, marks, *verdict_of(manifest.certificate), metrics, unusual)
     for text in page.lines():
         output.line(text, cleaned=True)
     output.story(f"more: {typed('tenuto', 'show', where, '--run', manifest.id.run)} --leaves --certificate --private")
 
 
-def _marks(repo: Repo, id: CheckpointId, notes: Sequence[Note]) -> list[str]:
+def _sealed(repo: Repo, manifest: Manifest) -> str:
+    """Returns whether it is sealed, where the repository has keys. What is refused has raised before."""
+    keyed = repo.keys is not None or repo.closed_ring is not None
+    return ("sealed" if manifest.code else "plain") if keyed else ""
+
+
+def _marks(repo: Repo, manifest: Manifest, notes: Sequence[Note]) -> list[str]:
     """Returns the marks that `tenuto ls` gives it, but for what takes a look at the others."""
     from tenuto.cli.views.run_listing import RunRow, pins_among, refs_of, tags_among
     from tenuto.repo.lineage import latest, stretches
 
+    id = manifest.id
     on_walk = any(stretch.covers(id) for stretch in stretches(repo, id.run, known={id}))
     refs = refs_of(repo).get(id, ())
     tags, pins = tags_among(refs), pins_among(refs)
-    newest, health = latest(repo, id.run) == id, repo.manifest(id).health
-    row = RunRow(id, "committed", newest, on_walk, notes=tuple(notes), tags=tags, pins=pins, health=health)
+    row = RunRow(
+        id,
+        "committed",
+        latest(repo, id.run) == id,
+        on_walk,
+        notes=tuple(notes),
+        tags=tags,
+        pins=pins,
+        health=manifest.health,
+        sealed=_sealed(repo, manifest),
+    )
     return row.marks()
 
 
@@ -329,6 +344,7 @@ def _json(repo: Repo, manifest: Manifest, loaded: Contents, notes: tuple[Note, .
         "tags": list(tags_among(refs)),
         "pins": pins_json(pins_among(refs)),
         "save_id": manifest.save_id,
+        "sealed": _sealed(repo, manifest) or None,
         "created": manifest.created or None,
         "age_s": None if seconds is None else round(seconds, 3),
         "content": manifest.content,

@@ -37,7 +37,7 @@ def sign(
     from tenuto.seal.signing import read_signer
 
     signer = read_signer(key)
-    repo = repository(where)
+    repo = repository(where, acts=True)
     id = checkpoint(repo, run, step)
     note = sign_checkpoint(repo, id, signer)
     count = len(note.body["objects"])

@@ -43,7 +43,7 @@ def undelete(
     from tenuto.units import count, size
 
     grace_s = options.grace_seconds(grace)
-    repo = repository(where)
+    repo = repository(where, acts=True)
     plans = [plan_undelete(repo, _removed(repo, run, name), grace_s=grace_s) for name in checkpoints]
     back = []
     for plan in plans:

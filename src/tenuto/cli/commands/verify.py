@@ -78,7 +78,7 @@ def verify(
     if amount is not None and (resume or trusted):
         other = "--resume" if resume else "--signed-by"
         raise UsageError(f"{other} needs every byte read", subject=other, hint="leave --read out")
-    repo = repository(where)
+    repo = repository(where, acts=True)
     plan = plan_verify(repo, _ids(repo, run, step), every_byte=not structure, listed=step is None)
     # Of a single checkpoint nothing is kept for later, unless a part of it is asked for.
     in_parts = not structure and (step is None or amount is not None or rate is not None or resume)

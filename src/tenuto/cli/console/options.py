@@ -71,8 +71,9 @@ def grace_seconds(hours: float) -> float:
 MAIN = "main"
 
 
-def repository(where: str) -> Repo:
-    """Opens a repository for reading; creates nothing. NotARepository names the nearest one."""
+def repository(where: str, *, acts: bool = False) -> Repo:
+    """Opens a repository for reading; creates nothing. NotARepository names the nearest one. `acts`: for a command that
+    acts on what it reads: in a sealed repository it goes by the key, where the environment has it."""
     from tenuto.repo.replicated.places import report_to
     from tenuto.repo.repository import Repo
     from tenuto.store.registry import open_store
@@ -82,6 +83,10 @@ def repository(where: str) -> Repo:
 
     repo = Repo.open(open_store(where), report=note)
     report_to(repo.store, note)
+    if acts:
+        from tenuto.repo.keys import unlock
+
+        unlock(repo)
     return repo
 
 

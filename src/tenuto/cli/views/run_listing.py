@@ -41,6 +41,13 @@ STATES: Final[Mapping[str, str]] = {
 }
 """States of `maintenance.census` in words; foreign directories are no checkpoints and not shown."""
 
+SEALED: Final[Mapping[str, str]] = {
+    "sealed": "sealed",
+    "plain": "plain",
+    "refused": "NOT VOUCHED FOR",
+}
+"""What the keys of a repository say of a checkpoint, in words."""
+
 EXACTNESS: Final[Mapping[str, str]] = {
     "proven": "proven exact",
     "unknown": "exactness unknown",
@@ -79,6 +86,8 @@ class RunRow:
     """What of those listed rests on a removed one's data files, so that they stay."""
     health: Health | None = None
     """What its save has found of its values."""
+    sealed: str = ""
+    """Whether it is sealed, where the repository has keys: a name in SEALED."""
     freed: bool = False
     """Whether nothing is left of it but the mark of an aborted save, as where gc has emptied the trash."""
 
@@ -114,6 +123,8 @@ class RunRow:
         elif verdicts and self.state == "committed":
             proof = restorable(self.notes)
             marks.append("SUSPECT" if verdicts[-1] == "suspect" else proof or verdicts[-1])
+        if self.sealed and self.state == "committed":
+            marks.append(SEALED[self.sealed])
         if self.health is not None and not self.healthy and self.state == "committed":
             marks.append(unhealthy(self.health.leaves))
         if self.latest and self.verdict is not None and self.verdict in EXACTNESS:
@@ -141,6 +152,7 @@ class RunRow:
             "pins": pins_json(self.pins),
             "message": self.message or None,
             "verdict": self.verdict,
+            "sealed": self.sealed or None,
             "health": None if self.health is None else self.health.to_json(),
             "spikes": {name: spike.kind for name, spike in (spiked or {}).items()},
             "goes": self.goes or None,
@@ -434,6 +446,7 @@ def _rows(
             modes=modes_of(manifest) if manifest else {},
             verdict=exactness(manifest.certificate) if manifest else None,
             health=manifest.health if manifest else None,
+            sealed=save.sealed,
             freed=save.state == "closed" and save.begin is None and not any(True for _ in save.own()),
             goes=max((mark.goes for mark in marks), default=""),
             until=max((mark.until for mark in marks), default=""),

@@ -8,7 +8,7 @@ from tenuto.model.records import Json
 from tenuto.repo.format import objects
 from tenuto.repo.format.objects import Fields
 from tenuto.seal.cipher import KEY, MAX_KEY_NUMBER, WRAPPED
-from tenuto.seal.keys import MAX_OLDER, MAX_SLOTS, KeyRing, Slot
+from tenuto.seal.keys import DIGEST, MAX_OLDER, MAX_SLOTS, MAX_VOUCHED, KeyRing, Slot
 from tenuto.seal.secret_sources import MAX_DATA, MAX_NAME, Cost, Kind, Lock
 
 KINDS: Final[dict[str, Kind]] = {kind: kind for kind in get_args(Kind)}
@@ -19,7 +19,10 @@ _WRAPPED: Final = 2 * (KEY + WRAPPED)
 def ring_body(ring: KeyRing, created: str) -> dict[str, Json]:
     """Returns the fields of a ring, but for those that every object has."""
     older: dict[str, Json] = {str(number): wrapped.hex() for number, wrapped in ring.older.items()}
-    return {"created": created, "key": ring.key, "older": older, "slots": [_slot_json(slot) for slot in ring.slots]}
+    body: dict[str, Json] = {"created": created, "key": ring.key, "older": older}
+    if ring.vouched:
+        body["vouched"] = {"code": ring.vouched_code, "sha256": b"".join(sorted(ring.vouched)).hex()}
+    return {**body, "slots": [_slot_json(slot) for slot in ring.slots]}
 
 
 def _slot_json(slot: Slot) -> Json:
@@ -51,7 +54,19 @@ def decode_ring(name: str, data: bytes, repository: str) -> KeyRing:
         if not key.isascii() or not key.isdigit() or not 1 <= int(key[:9]) < number or str(int(key[:9])) != key:
             raise found.refuse(f"{key[:40]!r} is not the number of an older key")
         keys[int(key)] = bytes.fromhex(older.hex(key, _WRAPPED))
-    return KeyRing(repository, number, tuple(_slot(found.inner(slot, "a slot")) for slot in slots), keys)
+    opening = tuple(_slot(found.inner(slot, "a slot")) for slot in slots)
+    return KeyRing(repository, number, opening, keys, *_vouched(found))
+
+
+def _vouched(found: Fields) -> tuple[frozenset[bytes], str]:
+    if "vouched" not in found.values:
+        return frozenset(), ""
+    inner = found.inner(found.mapping("vouched"), "'vouched'")
+    text = inner.text("sha256", limit=2 * DIGEST * MAX_VOUCHED)
+    if len(text) % (2 * DIGEST):
+        raise found.refuse("'sha256' is not a list of digests")
+    data = bytes.fromhex(inner.hex("sha256", len(text), limit=len(text)))
+    return frozenset(data[at : at + DIGEST] for at in range(0, len(data), DIGEST)), inner.text("code")
 
 
 def _slot(found: Fields) -> Slot:

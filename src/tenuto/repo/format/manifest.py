@@ -101,15 +101,6 @@ def encode_manifest(manifest: Manifest, repository: str, tree: Spelled | None = 
     )
 
 
-UNSIGNED: Final = "-"
-"""The code in the bytes that the code of a sealed manifest is made of."""
-
-
-def signed_part(data: bytes, code: str) -> bytes:
-    """Returns the bytes that the code of a sealed manifest is made of: all but the code itself and the digest."""
-    return data[: -canonical_json.TAIL].replace(b'"code":"%s"' % code.encode(), b'"code":"%s"' % UNSIGNED.encode(), 1)
-
-
 def _entry(entry: IndexEntry) -> Json:
     sealed = {"sha256": entry.sha256} if entry.sha256 else {}
     return {"digest": entry.digest.hex(), "length": entry.length, "name": entry.name, **sealed}

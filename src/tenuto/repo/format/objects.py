@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from tenuto.errors import AlreadyExists, CorruptionError, FormatTooNew, ObjectNotFound, UsageError
@@ -27,6 +27,10 @@ _KNOWN: Final[Mapping[str, tuple[int, ...]]] = {
 }
 """By kind, where it is not `FORMAT` alone."""
 MAX_BASES: Final = 100_000
+UNSIGNED: Final = "-"
+"""The code in the bytes that the code of an object is made of."""
+Sign = Callable[[bytes], str]
+"""Makes the code of an object that a holder of the repository's key puts."""
 SMALL: Final = 16 << 20
 """The limit in bytes for objects other than manifests and indexes."""
 MAX_CHUNK: Final = 1 << 30
@@ -40,11 +44,20 @@ def encode(
     repository: str | None,
     *,
     format: int = FORMAT,
+    sign: Sign | None = None,
 ) -> bytes:
     """Returns the bytes of an object of this kind for `name`. `repository`: the id of the repository that it is written
-    into; None for the repository's own object, which has it as `id`."""
+    into; None for the repository's own object, which has it as `id`. `sign`: gives it a code, where there are keys."""
     whose = {} if repository is None else {"repository": repository}
-    return canonical_json.seal({**body, **whose, "format": format, "kind": kind, "path": name})
+    values = {**body, **whose, "format": format, "kind": kind, "path": name}
+    if sign is not None:
+        values["code"] = sign(signed_part(canonical_json.seal({**values, "code": UNSIGNED}), UNSIGNED))
+    return canonical_json.seal(values)
+
+
+def signed_part(data: bytes, code: str) -> bytes:
+    """Returns the bytes that the code of an object is made of: all but the code itself and the digest."""
+    return data[: -canonical_json.TAIL].replace(b'"code":"%s"' % code.encode(), b'"code":"%s"' % UNSIGNED.encode(), 1)
 
 
 def decode(kind: str, name: str, data: bytes, repository: str | None) -> Fields:
@@ -171,8 +184,8 @@ class Fields:
             raise self.refuse(f"{key!r} is longer than {limit} characters")
         return value
 
-    def hex(self, key: str, length: int) -> str:
-        value = self.text(key)
+    def hex(self, key: str, length: int, *, limit: int = 4096) -> str:
+        value = self.text(key, limit=limit)
         if len(value) != length or not _HEX.fullmatch(value):
             raise self.refuse(f"{key!r} is not {length} hexadecimal digits")
         return value

@@ -8,7 +8,7 @@ from tenuto.model.records import AttemptRecord, Json, Owner
 from tenuto.record import record
 from tenuto.repo.format import objects
 from tenuto.repo.format.object_names import attempt_name, begin_name, check_file, lease_directory, numbered
-from tenuto.repo.format.objects import Fields, checkpoint_json
+from tenuto.repo.format.objects import Fields, Sign, checkpoint_json
 
 
 @record
@@ -45,7 +45,7 @@ class LeaseRecord:
     newest: int | None = None
 
 
-def encode_attempt(record: AttemptRecord, repository: str) -> bytes:
+def encode_attempt(record: AttemptRecord, repository: str, sign: Sign | None = None) -> bytes:
     return objects.encode(
         "attempt",
         attempt_name(record.run, record.number),
@@ -62,12 +62,15 @@ def encode_attempt(record: AttemptRecord, repository: str) -> bytes:
             "run": record.run,
         },
         repository,
+        sign=sign,
     )
 
 
 def decode_attempt(data: bytes, run: str, number: int, repository: str) -> AttemptRecord:
-    name = attempt_name(run, number)
-    found = objects.decode("attempt", name, data, repository)
+    return read_attempt(objects.decode("attempt", attempt_name(run, number), data, repository), run, number)
+
+
+def read_attempt(found: Fields, run: str, number: int) -> AttemptRecord:
     if found.text("run") != run or found.whole("attempt") != number:
         raise found.refuse("names another attempt than its own")
     parent = found.checkpoint("parent")
@@ -130,7 +133,7 @@ def read_owner(found: Fields) -> Owner:
     )
 
 
-def encode_begin(begin: Begin, repository: str) -> bytes:
+def encode_begin(begin: Begin, repository: str, sign: Sign | None = None) -> bytes:
     return objects.encode(
         "begin",
         begin_name(begin.id),
@@ -143,6 +146,7 @@ def encode_begin(begin: Begin, repository: str) -> bytes:
         },
         repository,
         format=objects.ENCODED if begin.bases else objects.FORMAT,
+        sign=sign,
     )
 
 
@@ -158,7 +162,7 @@ def decode_begin(data: bytes, id: CheckpointId, repository: str) -> Begin:
     return Begin(id, found.hex("save_id", 32), names, parent, found.bases(id), newest_first)
 
 
-def encode_lease(lease: LeaseRecord, run: str, attempt: int, repository: str) -> bytes:
+def encode_lease(lease: LeaseRecord, run: str, attempt: int, repository: str, sign: Sign | None = None) -> bytes:
     return objects.encode(
         "lease",
         numbered(lease_directory(run, attempt), lease.number),
@@ -171,6 +175,7 @@ def encode_lease(lease: LeaseRecord, run: str, attempt: int, repository: str) ->
             "released": lease.released,
         },
         repository,
+        sign=sign,
     )
 
 

@@ -9,7 +9,16 @@ from typing import Final
 
 from tenuto.concurrency.process import judge, this_process
 from tenuto.crashpoints import crashpoint
-from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, RunInUse, Superseded, TenutoError, typed
+from tenuto.errors import (
+    AlreadyExists,
+    CheckpointNotFound,
+    CorruptionError,
+    KeyMissing,
+    RunInUse,
+    Superseded,
+    TenutoError,
+    typed,
+)
 from tenuto.events import WaitingForOwner
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId, check_run, run_key
@@ -91,6 +100,8 @@ class Attempt:
                 who = f"process {newer.owner.pid} of {newer.owner.user} on {newer.owner.host}"
             except CorruptionError:
                 who = "a process whose record is damaged"
+            except KeyMissing:
+                who = "a process with a newer key"
             raise Superseded(
                 f"run {self.run!r} has been claimed as attempt {number} by {who}; "
                 f"attempt {self.number} can no longer save",
@@ -294,7 +305,7 @@ def _try_put(
         owner, now = this_process(), now_text()
         record = AttemptRecord(run, number, secrets.token_hex(16), parent, owner, now, before, ended, *why)
         try:
-            name, data = object_names.attempt_name(run, number), encode_attempt(record, repo.id)
+            name, data = object_names.attempt_name(run, number), encode_attempt(record, repo.id, repo.signer)
             claiming.puts(record)
             objects.put(repo.store, name, data, token=record.id)
             return record

@@ -140,7 +140,7 @@ class Lease:
         beat = LeaseRecord(self._number, record.id, record.parent, self._closed, released, leaving, self.newest)
         directory = object_names.lease_directory(record.run, record.number)
         name = object_names.numbered(directory, self._number)
-        data = encode_lease(beat, record.run, record.number, self._repo.id)
+        data = encode_lease(beat, record.run, record.number, self._repo.id, self._repo.signer)
         objects.put(self._repo.store, name, data, token=record.id)
         if self._number > 2:
             self._repo.store.delete([object_names.numbered(directory, self._number - 2)])
