@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-more test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks bench-trainers crash-campaign kill-campaign kill-campaign-encoded kill-campaign-memory trainer-kills-campaign supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
+.PHONY: setup demo test test-more test-long test-stores test-trainers test-pages lint format reference docs bench bench-sizes bench-ranks bench-trainers crash-campaign kill-campaign kill-campaign-encoded kill-campaign-memory trainer-kills-campaign supervised-kills-campaign ranks-campaign nodes-campaign ranks-phases-campaign ranks-crash-campaign ranks-stateful-campaign layouts-campaign exact-resume-campaign resume-ranks-campaign corruption-campaign repair-campaign forgeries-campaign stateful-campaign retention-campaign fault-campaign fuzz signals-campaign mutation-run clean
 
 # Bytecode is kept, whatever the environment says: hundreds of the tests' processes would compile the same again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -217,6 +217,10 @@ ranks-crash-campaign: setup
 
 repair-campaign: setup
 	$(BIN)/python -m campaigns.corruption --repair --seconds 240 --cases 1000000 --seed 2 --json $(RESULTS)/repair.json
+
+# Whoever writes to the store of a sealed repository without its key.
+forgeries-campaign: setup
+	$(BIN)/python -m campaigns.corruption --forge --seconds 240 --cases 1000000 --seed 1 --json $(RESULTS)/forgeries.json
 
 ranks-stateful-campaign: setup
 	$(BIN)/python -m campaigns.stateful --ranks --examples 100 --seed 1 --json $(RESULTS)/r_stateful_ranks.json

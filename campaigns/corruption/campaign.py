@@ -156,11 +156,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=FAULTS, help="faults of one unit")
     parser.add_argument("--peer-flips", type=int, default=300, help="flipped bits for each of the other formats")
     parser.add_argument("--repair", action="store_true", help="damage repositories with redundancy, and repair them")
-    parser.add_argument("--cases", type=int, default=20_000, help="with --repair: repositories to damage")
-    parser.add_argument("--seconds", type=float, help="with --repair: end after this time")
+    parser.add_argument("--forge", action="store_true", help="forge in a sealed repository, without its key")
+    parser.add_argument("--cases", type=int, default=20_000, help="with --repair, --forge: repositories to damage")
+    parser.add_argument("--seconds", type=float, help="with --repair, --forge: end after this time")
     chosen = parser.parse_args(arguments)
     if chosen.repair:
         return _main_of_repairs(arguments, chosen)
+    if chosen.forge:
+        return _main_of_forgeries(arguments, chosen)
     result_header, log = ResultHeader(MODULE, arguments, seed=chosen.seed, packages=PACKAGES), Progress()
     bugs = [] if chosen.no_bugs else run_bugs(chosen.seed, workers=chosen.workers, log=log)
     peers = run_peers(chosen.peer_flips, chosen.seed) if chosen.peer_flips else {}
@@ -187,6 +190,26 @@ def _main_of_repairs(arguments: list[str] | None, chosen: argparse.Namespace) ->
     )
     deliver(report, chosen.json, "\n".join(lines))
     return 1 if tally.violations else 0
+
+
+def _main_of_forgeries(arguments: list[str] | None, chosen: argparse.Namespace) -> int:
+    from campaigns.corruption.forgeries import BUGS as FORGERY_BUGS
+    from campaigns.corruption.forgeries import caught, run_forgeries
+
+    header, log = ResultHeader(MODULE, arguments, seed=chosen.seed, packages=PACKAGES), Progress()
+    bugs = {} if chosen.no_bugs else {bug.name: caught(bug, chosen.seed) for bug in FORGERY_BUGS}
+    tally = run_forgeries(chosen.cases, chosen.seed, seconds=chosen.seconds, log=log)
+    log.end()
+    report = header.result({**tally.json(), "bugs": bugs})
+    lines = [f"MISSED: {name}" for name, how in bugs.items() if not how] + report["violations"][:20]
+    lines.append(
+        f"{report['cases']:,} cases, {sum(tally.attacks.values()):,} forgeries, {report['refused']:,} readings refused "
+        f"and {report['genuine']:,} genuine, {report['violation_count']} violations; "
+        f"{sum(map(bool, bugs.values()))} of {len(bugs)} seeded bugs caught; "
+        f"{report['seconds']} s, seed {report['seed']}"
+    )
+    deliver(report, chosen.json, "\n".join(lines))
+    return 1 if tally.violations or not all(bugs.values()) else 0
 
 
 __all__ = ["Unit", "main", "run", "run_bugs", "run_peers", "summary", "text"]
