@@ -60,6 +60,8 @@ import difflib
 import shlex
 from collections.abc import Iterable
 
+from tenuto.printable import clean_lines
+
 
 class TenutoError(Exception):
     """Root of the tree. `subject` is the leaf, object, run or rank concerned; `hint` is what to type next."""
@@ -73,7 +75,7 @@ class TenutoError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
+        return clean_lines(self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}")
 
 
 class TenutoWarning(UserWarning):

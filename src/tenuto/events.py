@@ -21,6 +21,7 @@ from tenuto import log_lines
 from tenuto.errors import TenutoWarning, UsageError
 from tenuto.model.ids import CheckpointId
 from tenuto.model.timing import RankTimings, Timing
+from tenuto.printable import clean_lines
 from tenuto.record import record
 
 
@@ -421,11 +422,14 @@ def _users_frame() -> FrameType | None:
 
 def _issue(message: str, frame: FrameType) -> None:
     names = frame.f_globals
-    warnings.warn_explicit(
-        message,
-        TenutoWarning,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        module=names.get("__name__"),
-        registry=names.setdefault("__warningregistry__", {}),
-    )
+    try:
+        warnings.warn_explicit(
+            clean_lines(message),
+            TenutoWarning,
+            frame.f_code.co_filename,
+            frame.f_lineno,
+            module=names.get("__name__"),
+            registry=names.setdefault("__warningregistry__", {}),
+        )
+    except ValueError:  # stderr is closed, which Python's own writing of warnings does not expect
+        log_lines.log(logging.WARNING, message)

@@ -13,9 +13,11 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TextIO
+
+from tenuto.printable import clean
 
 LOGGER: Final = logging.getLogger("tenuto")
 _COLOURS: Final = ((logging.ERROR, "31"), (logging.WARNING, "33"))
@@ -68,21 +70,29 @@ def _write(level: int, message: str) -> None:
 
 
 def _one_line(message: str) -> str:
-    text = re.sub(r"\s*\n\s*(hint: )?", "; ", message.strip())
-    return "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in text)
+    return clean(re.sub(r"\s*\n\s*(hint: )?", "; ", message.strip()))
+
+
+def put(text: str) -> None:
+    """Writes text to stderr as it is. Raises nothing where that is full or closed: what is under way goes on."""
+    _put(lambda stream: text)
 
 
 def _print(level: int, line: str) -> None:
+    _put(lambda stream: _text(stream, level, line))
+
+
+def _put(text_for: Callable[[TextIO], str]) -> None:
     stream, own = sys.stderr, sys.__stderr__
     if stream is not None and stream is not own:
         try:
-            _print_to(stream, _text(stream, level, line))
+            _print_to(stream, text_for(stream))
         except Exception:  # noqa: BLE001 - somebody's stand-in for stderr is closed or fails: the own one has the line
             stream = own
         else:
             return
     if stream is not None:
-        _print_to_own(stream, _text(stream, level, line))
+        _print_to_own(stream, text_for(stream))
 
 
 def _print_to(stream: TextIO, text: str) -> None:
@@ -99,16 +109,21 @@ def _print_to_own(own: TextIO, text: str) -> None:
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # a handler of the user's may interrupt a print
             own.flush()
     with contextlib.suppress(OSError, ValueError):  # closed: nobody reads it, and training goes on
-        os.write(own.fileno(), text.encode(own.encoding, "backslashreplace"))
+        data = text.encode(own.encoding, "backslashreplace")
+        while data:
+            data = data[os.write(own.fileno(), data) :]
 
 
 def _text(stream: TextIO, level: int, line: str) -> str:
-    return (_styled(level, line) if _is_terminal(stream) else f"tenuto: {line}") + "\n"
+    coloured = is_terminal(stream) and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    return (_styled(level, line) if coloured else f"tenuto: {line}") + "\n"
 
 
-def _is_terminal(stream: TextIO) -> bool:
-    is_terminal = getattr(stream, "isatty", None)  # a stand-in may have nothing but write
-    return bool(is_terminal and is_terminal()) and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+def is_terminal(stream: object) -> bool:
+    asked = getattr(stream, "isatty", None)  # a stand-in may have nothing but write
+    with contextlib.suppress(ValueError):  # closed
+        return bool(asked and asked())
+    return False
 
 
 def _styled(level: int, line: str) -> str:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform
+
+from tenuto.printable import clean_lines
 
 T = TypeVar("T")
 
@@ -30,6 +33,16 @@ def _hash(self: Any) -> int:
     return hash(type(self).__record_values__(self))
 
 
+def _printable(text_of: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Returns `__str__` for who prints a record: what a file or a person has said in it moves no cursor."""
+
+    @wraps(text_of)
+    def printable(self: Any) -> str:
+        return clean_lines(text_of(self))
+
+    return printable
+
+
 def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
     """Returns what gives the values of these attributes: a tuple also of one and of none, as tuples are compared."""
     if len(names) > 1:
@@ -41,7 +54,8 @@ def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
 def record(cls: type[T] | None = None, /, *, eq: bool = True) -> Any:
     """Makes a record of a class, as `dataclass(frozen=True, slots=True, eq=eq)` would make a frozen dataclass.
 
-    Methods that the class itself defines stay. Its fields are compared, hashed and shown as `dataclasses.field` says.
+    Methods that the class itself defines stay; what its `__str__` returns is made printable. Its fields are compared,
+    hashed and shown as `dataclasses.field` says.
     """
 
     def make(cls: type[T]) -> type[T]:
@@ -49,6 +63,8 @@ def record(cls: type[T] | None = None, /, *, eq: bool = True) -> Any:
         made: Any = dataclass(slots=True, repr=False, eq=False)(cls)
         if "__repr__" not in own:
             made.__repr__ = _repr
+        if "__str__" in own:
+            made.__str__ = _printable(own["__str__"])
         if eq:
             made.__record_values__ = staticmethod(_getter([one.name for one in fields(made) if one.compare]))
             if "__eq__" not in own:

@@ -17,6 +17,7 @@ import typer
 from tenuto.cli.console import help_text, output
 from tenuto.cli.console.help_text import PlainCommand, PlainGroup
 from tenuto.errors import CorruptionError, TenutoError, UsageError, nearest
+from tenuto.printable import clean_lines
 
 COMMANDS = tuple(chain.from_iterable(help_text.GROUPS.values()))
 """Each command is a function in the module of the same name."""
@@ -160,7 +161,7 @@ def report(error: BaseException, *, debug: bool, as_json: bool) -> int:
     if as_json:
         body = {"error": type(error).__name__, "message": message, "subject": subject, "hint": hint, "exit_code": code}
         output.document("error", body)
-    output.story(f"{output.styled('error:', 'damaged', sys.stderr)} {output.clean_lines(message)}", cleaned=True)
+    output.story(f"{output.styled('error:', 'damaged', sys.stderr)} {clean_lines(message)}", cleaned=True)
     if hint is not None:
         output.story(f"hint: {hint}")
     return code

@@ -1,11 +1,13 @@
 """The directory of the heartbeats of one start, in this machine's memory, and those that killed supervisors have left.
 
-Each says whose it is. The next supervisor of the same user removes those whose owner is dead, as far as this host can
+Each says whose it is, and has a file that its supervisor keeps locked: trainings wait for that lock, and leave when
+they get it. The next supervisor of the same user removes those whose owner is dead, as far as this host can
 tell: by boot, namespace, process id and start time.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +20,7 @@ from typing import Final
 
 from tenuto.concurrency.process import judge, this_process
 from tenuto.model.records import Owner
+from tenuto.telemetry.heartbeat import ALIVE_FILE
 
 PREFIX: Final = "tenuto-beats-"
 OWNER_FILE: Final = "owner"
@@ -30,8 +33,10 @@ def beats_directory() -> Iterator[Path]:
     memory = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
     remove_left(memory)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=memory, ignore_cleanup_errors=True) as name:
-        (Path(name) / OWNER_FILE).write_text(json.dumps(asdict(this_process())))
-        yield Path(name)
+        with open(Path(name) / ALIVE_FILE, "w") as alive:
+            fcntl.flock(alive, fcntl.LOCK_EX)
+            (Path(name) / OWNER_FILE).write_text(json.dumps(asdict(this_process())))
+            yield Path(name)
 
 
 def remove_left(memory: Path) -> None:

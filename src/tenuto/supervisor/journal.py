@@ -12,7 +12,8 @@ from typing import Any
 
 
 class Journal:
-    """Appends to a file, if there is one. A file that cannot be written stops nothing: it is said once."""
+    """Appends to a file, if there is one: for this user alone, as it holds the command line. A file that cannot be
+    written stops nothing: it is said once."""
 
     def __init__(self, path: Path | None, report: Callable[[str], None]) -> None:
         self.path = path
@@ -27,13 +28,19 @@ class Journal:
             return
         line = json.dumps({"time": _now(), "monotonic_s": round(time.monotonic(), 3), "event": event, **facts})
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a") as file:
+            self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            if self.path.parent == default_directory():
+                self.path.parent.chmod(0o700)  # an earlier version may have made it
+            with open(self.path, "a", opener=_for_this_user) as file:
                 file.write(f"{line}\n")
         except OSError as error:
             if not self._broken:
                 self._report(f"the journal cannot be written, and nothing is noted there: {error}")
             self._broken = True
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def default_directory() -> Path:

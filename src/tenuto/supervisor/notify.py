@@ -18,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
+from tenuto import log_lines
 from tenuto.errors import MissingExtra, UsageError, install
+from tenuto.printable import clean
 from tenuto.record import record
 from tenuto.supervisor.decide import HOUR_S
 from tenuto.units import count, seconds
@@ -178,7 +180,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
         severity, title, text = json.loads(line)
         for name, service in services:
             if not service.notify(body=text, title=title, notify_type=apprise.NotifyType(severity)):
-                sys.stderr.write(f"tenuto: a notification could not be sent to {name}\n")
+                log_lines.put(f"tenuto: a notification could not be sent to {clean(name)}\n")
 
 
 if __name__ == "__main__":

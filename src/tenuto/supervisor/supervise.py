@@ -17,12 +17,13 @@ from types import FrameType
 from typing import Final
 
 from tenuto.concurrency.memory_headroom import memory_kills
+from tenuto.concurrency.process_trees import lives
 from tenuto.errors import RanksError, TenutoError, UsageError
 from tenuto.record import record
 from tenuto.supervisor.actions import CAUSES_OF
 from tenuto.supervisor.beats_directory import beats_directory
 from tenuto.supervisor.chaos import Injector
-from tenuto.supervisor.decide import Decision, Ending, Kind, Limits, decide, silence_allowed, silence_words
+from tenuto.supervisor.decide import CAUSES, Decision, Ending, Kind, Limits, decide, silence_allowed, silence_words
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.meeting import Outcome
 from tenuto.supervisor.nodes import OTHERS_GRACE_S, Course, Nodes
@@ -38,6 +39,7 @@ from tenuto.telemetry.heartbeat import (
     TRAINING,
     VARIABLE,
     Beat,
+    newest,
     read_beats,
     read_emergency,
     read_run,
@@ -55,8 +57,8 @@ HUNG_GRACE_S: Final = 10.0
 """For what hangs, or was left behind: most that can still leave do so at once."""
 STATUS_HUNG: Final = 124
 """The status of one that was ended because it hung, and left with status 0."""
-STATUS_UNHEALTHY: Final = 1
-"""The status of one that stopped because of its values, by itself and with status 0: it has not finished."""
+STATUS_UNFINISHED: Final = 1
+"""The status of one that has not finished, where its command says 0, or does not end by itself."""
 START_S: Final = 2 * 3600.0
 """A start that has not come to its first step by then hangs: what is restored is read by then."""
 END_S: Final = 3600.0
@@ -100,6 +102,32 @@ class Account:
         return len(self.endings) - 1
 
 
+@record
+class TrainingEnd:
+    """What the trainings of a start have said of its end. words: those that say most of a failure. hidden: whether they
+    are other processes than the command, whose status may be that of a shell, of `tee` or of a launcher. left: the
+    signal on which all have left, 0 where not all have. broken_off: the last step of one that was gone in training."""
+
+    words: LastWords | None = None
+    hidden: bool = False
+    left: int = 0
+    broken_off: int | None = None
+
+    @classmethod
+    def of(cls, beats: Path, command: int) -> TrainingEnd:
+        said, last = last_words.read(beats), newest(read_beats(beats)).values()
+        words = decisive([one for one in said if not one.left])
+        leaving = {one.pid: one.left for one in said if one.left}
+        newest_of_all = max(last, key=lambda one: one.at_s, default=None)
+        left = words is None and bool(leaving) and all(one.pid in leaving or one.phase == ENDED for one in last)
+        return cls(
+            words,
+            bool(last) and command not in {one.pid for one in last},
+            next(iter(leaving.values())) if left else 0,
+            newest_of_all.step if newest_of_all is not None and newest_of_all.phase == TRAINING else None,
+        )
+
+
 @dataclass
 class Supervisor:
     """Runs one command to its end. `report` gets each line for people."""
@@ -135,6 +163,8 @@ class Supervisor:
     _ended_by_s: float = 0.0
     _asked_by: str = ""
     """Which other node has asked it to leave, and why."""
+    _ended: LastWords | None = None
+    """What one of its processes has said of its end, which has not ended for a long time since then."""
     _died_s: float | None = None
     _lost_s: float = 0.0
 
@@ -216,36 +246,44 @@ class Supervisor:
     def _one_start(self, began_s: float, number: int) -> Ending:
         with beats_directory() as beats:
             kills = memory_kills()
-            self._demand = None
+            self._demand = self._ended = None
             started_s = time.monotonic()
             out = sys.stderr if self.quiet_stdout else None
             environment = {**self.environment, VARIABLE: str(beats), **self.recovery.next.variables()}
             tree = ProcessTree(self.recovery.command(self.command), environment, out)
-            self.journal.write("started", start=number, pid=tree.pid)
-            steps = Steps()
-            hung = self._watched(tree, beats, steps, began_s, number)
-            status = tree.wait(0)
-            if hung is None and status is None:
-                raise AssertionError("it is neither hung nor has it ended")
-            self._take(steps, beats, list(read_beats(beats)), time.monotonic(), number)
+            try:
+                self.journal.write("started", start=number, pid=tree.pid)
+                steps = Steps()
+                hung = self._watched(tree, beats, steps, began_s, number)
+                status = tree.wait(0)
+                if hung is None and status is None:
+                    raise AssertionError("it is neither hung nor has it ended")
+                self._take(steps, beats, list(read_beats(beats)), time.monotonic(), number)
+            except BaseException:  # whatever the fault is: nobody would watch it any more
+                tree.end(self.watch.grace_s, _pids(beats))
+                raise
             # What was asked to leave has had its time. What hangs leaves at once, if it can.
             most_s = OTHERS_GRACE_S if self._ended_by else HUNG_GRACE_S
-            tree.end(0.0 if self._asked else min(self.watch.grace_s, most_s))
+            out_of_time = bool(self._asked) and hung is not None
+            tree.end(0.0 if out_of_time else min(self.watch.grace_s, most_s), _pids(beats))
             code = tree.wait(0)
             if hung is not None and not code:
                 code = STATUS_HUNG
             ended_s = time.monotonic()
-            words = decisive(last_words.read(beats))
-        kind, evidence = self._kind(-9 if code is None else code, hung, memory_kills() > kills, words, steps.ranks)
-        if kind == "unhealthy" and not code:
-            code = STATUS_UNHEALTHY
+            end = TrainingEnd.of(beats, tree.pid)
+        code = -9 if code is None else code
+        kind, evidence = self._kind(code, hung, memory_kills() > kills, end, steps.ranks)
+        if kind == "asked to leave" and end.left and (end.hidden or self._ended):
+            code = 128 + end.left
+        elif kind in CAUSES and (self._ended or not code):
+            code = STATUS_UNFINISHED
         new = steps.newest is not None and steps.newest > self._course.reached
         if steps.newest is not None:
             self._course.reached = max(self._course.reached, steps.newest)
         shell = _shell_status(code)
         if self.watching is not None:
             self.watching.ended(kind)
-        ending = Ending(kind, shell, started_s, ended_s, steps.newest, new, evidence, words)
+        ending = Ending(kind, shell, started_s, ended_s, steps.newest, new, evidence, end.words)
         if ending.failed and self._died_s is None:
             self._died_s = ended_s
         self.journal.write(
@@ -260,18 +298,20 @@ class Supervisor:
         looked_s = time.monotonic()
         left_s: float | None = None
         grace_s = 0.0
-        while tree.wait(POLL_S) is None:
+        while self._lasts(tree, beats):
             now_s = time.monotonic()
             while self._to_pass_on:
-                tree.signal(self._to_pass_on.popleft())
+                tree.signal(self._to_pass_on.popleft(), _pids(beats))
             if self.nodes is not None and (evidence := self._follow(self.nodes.outcome_elsewhere())) is not None:
                 return evidence
             if self._asked and left_s is None:
                 left_s, grace_s = now_s + self._grace_s(), self._grace_s()
                 if self.nodes is not None:
                     self.nodes.leave(self._why_asked())
-            if left_s is not None and now_s > left_s:
-                return f"it was asked to leave and had not within {seconds(grace_s)}"
+            if left_s is not None:
+                tree.ask_the_rest()
+                if now_s > left_s:
+                    return f"it was asked to leave and had not within {seconds(grace_s)}"
             deadline_s = self.watch.deadline_s
             if deadline_s is not None and now_s - began_s > deadline_s and not self._asked:
                 self.report(f"the deadline of {seconds(deadline_s)} has come: it is asked to leave")
@@ -286,9 +326,36 @@ class Supervisor:
             self._take(steps, beats, living, now_s, number)
             if (evidence := self._met_demand(beats, living, now_s)) is not None:
                 return evidence
+            if left_s is None and (evidence := self._not_ended(beats, living, now_s)) is not None:
+                return evidence
             if left_s is None and (evidence := self._hung(steps, now_s)) is not None:
                 self._note_stacks(tree, evidence)
                 return evidence
+        return None
+
+    def _lasts(self, tree: ProcessTree, beats: Path) -> bool:
+        """Returns whether the start goes on: as long as its command, and as its trainings where that is done, or was
+        ended by whoever asks all to leave."""
+        status = tree.wait(POLL_S)
+        if status is None:
+            return True
+        if (status and not self._asked) or not tree.has({one.pid for one in read_beats(beats) if one.phase != ENDED}):
+            return False
+        time.sleep(POLL_S)
+        return True
+
+    def _not_ended(self, beats: Path, living: Sequence[Beat], now_s: float) -> str | None:
+        """Returns why the command is to be ended, where one of its processes has said that it ends, and does not: a
+        thread that it has left, or a hook, keeps it. What still saves has its time."""
+        for words in last_words.read(beats):
+            beat = next((one for one in living if one.pid == words.pid and lives(one.pid)), None)
+            if not (words.uncaught or words.left) or beat is None or beat.phase == ENDING:
+                continue
+            if now_s - max(words.at_s, beat.at_s) > self.watch.grace_s:
+                self._ended = words
+                why = f"its process has not ended within {seconds(self.watch.grace_s)}"
+                self.report(f"{words.message}, and {why}: it is ended")
+                return why
         return None
 
     def _met_demand(self, beats: Path, living: Sequence[Beat], now_s: float) -> str | None:
@@ -378,16 +445,27 @@ class Supervisor:
                 self.journal.write("stack", pid=pid, stack=done.stdout.splitlines())
 
     def _kind(
-        self, code: int, hung: str | None, memory: bool, words: LastWords | None = None, ranks: int = 1
+        self, code: int, hung: str | None, memory: bool, end: TrainingEnd | None = None, ranks: int = 1
     ) -> tuple[Kind, str]:
+        end = end or TrainingEnd()
+        words = end.words
         if self._ended_by and words is not None and words.at_s < self._ended_by_s:
             return cause_of(words), evidence_of(words, ranks)  # it was ending by itself
         if self._ended_by:
             return "another node", self._ended_by
-        if hung is not None and not self._asked:
+        if hung is not None and not self._asked and self._ended is None:
             return "hung" if self._demand is None else CAUSES_OF.get(self._demand.finding.name, "hung"), hung
         if words is not None and words.unhealthy and not self._asked:
             return "unhealthy", words.message
+        if self._ended is not None and self._ended.uncaught:
+            words = words or self._ended
+            return cause_of(words), f"{evidence_of(words, ranks)}, whose process did not end"
+        if end.hidden and not code and words is not None and words.uncaught:
+            return cause_of(words), evidence_of(words, ranks)
+        if end.left and (end.hidden or self._ended):
+            return "asked to leave", self._why_asked(end.left)
+        if end.hidden and not code and end.broken_off is not None and not self._asked:
+            return "killed", f"its process was gone after step {end.broken_off}, though the command's status is 0"
         if code == 0:
             return ("asked to leave", self._why_asked()) if self._asked else ("finished", "status 0")
         number = -code if code < 0 else code - 128
@@ -469,7 +547,8 @@ class Supervisor:
         def handle(number: int, frame: FrameType | None) -> None:
             self._ask(number)
 
-        before = {number: signal.signal(number, handle) for number in PASSED_ON}
+        passed_on = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
+        before = {number: signal.signal(number, handle) for number in passed_on}
         try:
             yield
         finally:
@@ -499,6 +578,11 @@ def summary(account: Account) -> str:
         if account.step is not None:
             parts.append(f"{seconds(account.lost_s)} until it was as far again")
     return "; ".join(parts)
+
+
+def _pids(beats: Path) -> set[int]:
+    """Returns the processes that train."""
+    return {one.pid for one in read_beats(beats)}
 
 
 def threaded() -> bool:

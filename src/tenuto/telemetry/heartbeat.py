@@ -8,9 +8,12 @@ can ask for a save, by a file that the first process to see it takes away.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
+import signal
 import struct
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +37,8 @@ RUN_FILE: Final = "run"
 """Beside the beats: where the first rank's checkpoints lie; on lines of their own the run's name, and each place."""
 EMERGENCY_FILE: Final = "emergency"
 """Beside the beats: where the state goes if the store does not take it, a URL a line."""
+ALIVE_FILE: Final = "alive"
+"""Beside the beats: locked by the supervisor as long as it lives."""
 REQUEST_FILE: Final = "save"
 """Beside the beats: why the supervisor asks for a save."""
 _PHASES: Final = (STARTING, TRAINING, ENDING, ENDED)
@@ -118,7 +123,9 @@ class Heartbeat:
         directory = environment.get(VARIABLE)
         beats = cls(Path(directory) if directory else None, rank, where=where, run=run, places=places)
         if beats.on:
-            when_uncaught(beats.failed)
+            when_uncaught(lambda error: beats.failed(error, uncaught=True))
+            assert directory
+            leave_with_supervisor(Path(directory))
         if beats.on and directory and environment.get(CHAOS):
             from tenuto.telemetry.own_faults import OwnFaults
 
@@ -169,23 +176,55 @@ class Heartbeat:
         except OSError:
             return None  # another rank was first
 
-    def failed(self, error: BaseException) -> None:
-        """Says which error ends this process, if it is one."""
+    def failed(self, error: BaseException, *, uncaught: bool = False) -> None:
+        """Says which error ends this process, if it is one. uncaught: whether nothing has caught it."""
         found = of_error(error)
         if found is not None:
-            self._note_end(found[0], found[1], self._step)
+            self._note_end(found[0], found[1], self._step, uncaught=uncaught)
+
+    def left(self, number: int, step: int) -> None:
+        """Says that this process leaves on a signal, with what was to be saved saved."""
+        self._note_end(signal.Signals(number).name, (), step, left=number)
 
     def unhealthy(self, message: str, step: int) -> None:
         """Says that training ends because its values or its loss are wrong since `step`, at the latest."""
         self._note_end(message, (), step, unhealthy=True)
 
-    def _note_end(self, message: str, errors: tuple[str, ...], step: int, *, unhealthy: bool = False) -> None:
+    def _note_end(
+        self, message: str, errors: tuple[str, ...], step: int, *, unhealthy: bool = False, **how: Any
+    ) -> None:
         if not self.on or self._directory is None or os.getpid() != self._pid or (self._ended_unhealthy and errors):
             return
         self._ended_unhealthy = unhealthy
-        named = {"where": self._where, "run": self._run}
+        how |= {"where": self._where, "run": self._run}
         at_s = time.monotonic()
-        write(self._directory, LastWords(self._pid, self._rank, step, at_s, message, unhealthy, errors, **named))
+        write(self._directory, LastWords(self._pid, self._rank, step, at_s, message, unhealthy, errors, **how))
+
+
+_left_with: Final[set[tuple[int, Path]]] = set()
+"""Of this process, by its id: a forked child has no thread of its parent's."""
+
+
+def leave_with_supervisor(directory: Path) -> None:
+    """Has this process sent SIGTERM once its supervisor is gone, whatever stands between the two: the system tells only
+    a supervisor's own children. The supervisor holds a lock as long as it lives, for which a thread waits."""
+    if (key := (os.getpid(), directory)) in _left_with:
+        return
+    _left_with.add(key)
+    try:
+        descriptor = os.open(directory / ALIVE_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return  # another version's, or gone with its directory
+
+    def wait() -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError:
+            return  # no locks here: the system may still tell it
+        if os.getpid() == key[0]:
+            os.kill(key[0], signal.SIGTERM)
+
+    threading.Thread(target=wait, name="tenuto-supervisor", daemon=True).start()
 
 
 def request_save(directory: Path, reason: str) -> None:

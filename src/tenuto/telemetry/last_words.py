@@ -29,7 +29,8 @@ class LastWords:
 
     at_s: by `time.monotonic` of this machine. step: completed steps. unhealthy: whether it ends because of its values
     or its loss. errors: the names of the error's classes, its own first. where, run: what it trained; empty where it
-    had nothing open.
+    had nothing open. uncaught: whether nothing has caught the error, so that the process has to end. left: the signal
+    on which it leaves, with what was to be saved saved; 0 for other ends.
     """
 
     pid: int
@@ -41,6 +42,8 @@ class LastWords:
     errors: tuple[str, ...] = ()
     where: str = ""
     run: str = ""
+    uncaught: bool = False
+    left: int = 0
 
 
 def write(directory: Path, words: LastWords) -> None:

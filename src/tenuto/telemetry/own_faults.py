@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tenuto import log_lines
 from tenuto.units import seconds
 
 SLOW_S: Final = 1.0
@@ -75,10 +76,9 @@ class OwnFaults:
             "slow-store": self._slow_down,
             "partition": self._cut_off,
         }
-        sys.stderr.write(f"rehearsal: {kind} after step {step}\n")
-        sys.stderr.flush()
+        log_lines.put(f"rehearsal: {kind} after step {step}\n")
         if more := faults[kind](lasts_s):
-            sys.stderr.write(f"rehearsal: {more}\n")
+            log_lines.put(f"rehearsal: {more}\n")
 
     def _hang(self, lasts_s: float) -> str:
         while True:  # as a call that never returns: what a signal asks for waits behind it

@@ -481,6 +481,8 @@ class Checkpointer:
     ) -> None:
         if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
             leaving_with(error.code)
+        if self._training is not None:
+            self._training.stays = True
         self.close(failed=error)
 
     def __repr__(self) -> str:

@@ -20,6 +20,7 @@ from tenuto import events, log_lines
 from tenuto.concurrency.interruption import interrupt, when_undone
 from tenuto.errors import DeadlineExceeded, TenutoError, typed
 from tenuto.events import Leaving, NothingToDo, SignalReceived
+from tenuto.training import exit_status
 from tenuto.training.exit_status import leaving_with
 from tenuto.training.saves import RunSaver
 
@@ -149,14 +150,14 @@ _handling: list[SignalWatch] = []
 
 
 class SignalWatch:
-    """Records SIGTERM, SIGUSR1 and, outside notebooks, SIGINT, between `install` and `restore`.
+    """Records SIGTERM, SIGHUP, SIGUSR1 and, outside notebooks, SIGINT, between `install` and `restore`.
 
     - An earlier Python handler is called after that, except the one that turns SIGINT into KeyboardInterrupt. If it
       leaves by SystemExit or KeyboardInterrupt, that waits in `deferred`: saving comes first. The same holds for an
       earlier watch, whose training has nothing left to finish.
     - A second SIGINT raises KeyboardInterrupt: at once, or, where Tenuto is at work, as soon as nothing is left half
       done; a third one wherever it is.
-    - Where the process was told to ignore SIGINT (a background job of a shell), it stays ignored.
+    - A signal that the process was told to ignore (by nohup, or in a background job of a shell) stays ignored.
     - Watches may be nested and restored in any order. A forked child has the earlier handlers back.
     - Off the main thread nothing is installed, and a warning says so.
     """
@@ -203,8 +204,10 @@ class SignalWatch:
             earlier = signal.getsignal(number)
             if number not in self._signals and earlier is not signal.default_int_handler:
                 continue
-            if number == signal.SIGINT and earlier == signal.SIG_IGN:
+            if earlier == signal.SIG_IGN:
                 continue
+            if earlier == exit_status.end_with_status:
+                earlier = signal.SIG_DFL
             if earlier is None:
                 events.warn(f"{signal_name(number)} is not watched: code outside Python handles it")
                 continue
@@ -213,8 +216,8 @@ class SignalWatch:
             signal.signal(number, self._handle)
         return self
 
-    def restore(self) -> None:
-        """Puts the earlier handlers back; does nothing if nothing is installed.
+    def restore(self, default: Handler = signal.SIG_DFL) -> None:
+        """Puts the earlier handlers back, `default` where there was none; does nothing if nothing is installed.
 
         Where a later handler sits on top, or off the main thread, this one stays in and only passes on.
         """
@@ -225,7 +228,8 @@ class SignalWatch:
         for number in list(self._earlier):
             if signal.getsignal(number) == self._handle:
                 handler, passed = _beneath(self, number)
-                signal.signal(number, handler)
+                ended = number in exit_status.ENDED_BY and handler == signal.SIG_DFL
+                signal.signal(number, default if ended else handler)
                 for watch in passed:  # only now: until then a signal may still come to this watch's handler
                     watch._earlier.pop(number, None)
 
@@ -279,7 +283,7 @@ class SignalWatch:
 
 def leaving_signals() -> tuple[int, ...]:
     """Returns the signals that ask this process to leave. In a notebook SIGINT only stops a cell, and is not one."""
-    signals = (signal.SIGTERM, signal.SIGUSR1)
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return signals if in_notebook() else (*signals, signal.SIGINT)
 
 
@@ -367,9 +371,14 @@ class PreemptionHandler:
         if self._catch or threading.current_thread() is threading.main_thread():
             self._watch.notify = self._came
             self._watch.install()
+        if self._catch:
+            exit_status.catch_to_the_end()
 
-    def restore(self) -> None:
-        self._watch.restore()
+    def restore(self, *, stays: bool = False) -> None:
+        """Puts the earlier handlers back. `stays`: where there was none, as also while the interpreter ends, a signal
+        still ends the process with the status that says so."""
+        stays = self._catch and (stays or exit_status.interpreter_ends())
+        self._watch.restore(exit_status.end_with_status if stays else signal.SIG_DFL)
 
     def hold_back(self) -> None:
         """Stops acting on signals as they come."""
@@ -394,6 +403,8 @@ class PreemptionHandler:
             last = saving.last
             saved = last.id if last is not None and last.committed else None
             saving.emit(Leaving(saving.run, self._left_for, step, saved, saving.repo.url, self._status))
+            if self._status is not None:
+                saving.heartbeat.left(self._status - 128, step)
         elif self.owed and isinstance(failed, Exception):
             saving.report(f"{self.signal} came as well as {type(failed).__name__}, which ends the training")
 
@@ -409,6 +420,8 @@ class PreemptionHandler:
 
     def _came(self) -> None:
         name = self.signal
-        if name is not None and not self._held_back:
+        if name is not None and exit_status.interpreter_ends():
+            exit_status.end_by(signal.Signals[name])
+        elif name is not None and not self._held_back:
             with log_lines.deferred():
                 self._act(name)

@@ -66,6 +66,8 @@ class TrainingSession:
         self.closed = False
         self.open = False
         """Whether the body of a step is running, or was left before its end."""
+        self.stays = False
+        """Whether signals still end the process with their status once this one is closed."""
         self.prewarm_s = 0.0
         """Seconds that planning and taking memory took. 0 with several ranks: each takes its share of what was restored
         when training begins."""
@@ -506,7 +508,7 @@ class TrainingSession:
             try:
                 self.saving.part(timeout, well=well)
             finally:  # last: an interrupt in the middle would leave the run claimed by a process that trains it no more
-                self._preemption.restore()
+                self._preemption.restore(stays=self.stays)
 
     def end_where_it_resumed(self, *, epoch_ended: bool) -> None:
         """Takes the save of the end where whoever completed the last step was killed before it: memory alone has it."""

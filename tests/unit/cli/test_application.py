@@ -14,9 +14,10 @@ import pytest
 import tenuto
 from tenuto import errors
 from tenuto.cli import application
-from tenuto.cli.console import help_text, output
+from tenuto.cli.console import help_text
 from tenuto.cli.console.output import agreed
 from tenuto.errors import NotARepository, UsageError
+from tenuto.printable import clean
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-c", "from tenuto.cli import main; main()"]
@@ -231,8 +232,8 @@ def test_an_ascii_terminal_gets_escapes(made):
 
 
 def test_clean_escapes_controls_and_leaves_words():
-    assert output.clean("naïve 中 a\tb") == "naïve 中 a\\tb"
-    assert output.clean("\x1b]0;title\x07\u202e\ud800") == "\\x1b]0;title\\x07\\u202e\\ud800"
+    assert clean("naïve 中 a\tb") == "naïve 中 a\\tb"
+    assert clean("\x1b]0;title\x07\u202e\ud800") == "\\x1b]0;title\\x07\\u202e\\ud800"
 
 
 def test_nothing_waits_for_an_answer_that_cannot_come(monkeypatch):

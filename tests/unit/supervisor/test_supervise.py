@@ -20,7 +20,7 @@ from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.nodes import Nodes
 from tenuto.supervisor.process_tree import ProcessTree
 from tenuto.supervisor.steps import Steps
-from tenuto.supervisor.supervise import Account, Supervisor, Watch, summary
+from tenuto.supervisor.supervise import Account, Supervisor, TrainingEnd, Watch, summary
 from tenuto.supervisor.watching import Demand
 from tenuto.telemetry.heartbeat import ENDED, ENDING, STARTING, TRAINING, Beat
 from tenuto.telemetry.last_words import LastWords
@@ -150,7 +150,7 @@ def test_one_that_was_ending_by_itself_when_another_node_ended_has_a_cause_of_it
     found = supervisor("true")
     found._ended_by, found._ended_by_s = "node 1: killed (SIGKILL)", 50.0
     words = LastWords(1, 0, 7, said_s, "MemoryError: no room", errors=("MemoryError",))
-    assert found._kind(143, "node 1: killed (SIGKILL)", False, words)[0] == kind
+    assert found._kind(143, "node 1: killed (SIGKILL)", False, TrainingEnd(words))[0] == kind
 
 
 def test_a_program_without_steps_is_not_said_to_have_come_as_far_again() -> None:

@@ -140,8 +140,9 @@ def test_a_checkpointer_that_nobody_holds_any_more_gives_its_run_to_the_next(pla
     handlers = signal.getsignal(signal.SIGUSR1)
     assert counted(place, 2, save) == [0, 1]
     assert counted(place, 4, save) == [2, 3]
-    with tenuto.Checkpointer(place, state(), save=save, keep=ALL) as last:
-        assert list(last.steps(5)) == [4]
+    last = tenuto.Checkpointer(place, state(), save=save, keep=ALL)
+    assert list(last.steps(5)) == [4]
+    last.close()
     assert signal.getsignal(signal.SIGUSR1) == handlers
     assert steps_of(place) == [5, 4, 3, 2, 1]
 

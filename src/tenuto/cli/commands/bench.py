@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tenuto import log_lines
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.output import Columns
 from tenuto.errors import UsageError
+from tenuto.printable import clean
 
 if TYPE_CHECKING:
     from tenuto.bench.figures import Figures
@@ -131,9 +133,8 @@ def _sample(sizes: Sequence[int]) -> Sample:
 
 def show_progress(text: str) -> None:
     """Overwrites the progress line on a terminal; prints one line each time elsewhere."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{output.clean(text)}")
-        sys.stderr.flush()
+    if log_lines.is_terminal(sys.stderr):
+        log_lines.put(f"\r\x1b[K{clean(text)}")
     else:
         output.story(text)
 
@@ -141,9 +142,8 @@ def show_progress(text: str) -> None:
 def _print(found: Figures) -> None:
     from tenuto.bench import figures
 
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+    if log_lines.is_terminal(sys.stderr):
+        log_lines.put("\r\x1b[K")
     for text in figures.heading(found):
         output.line(text)
     output.line()

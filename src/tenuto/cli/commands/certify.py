@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tenuto import log_lines
 from tenuto.cli.console import help_text, options, output
 from tenuto.cli.console.signals import exit_on_signals
 from tenuto.errors import TenutoError, UsageError
@@ -253,14 +254,13 @@ def _nearest_directory(where: str) -> Path | None:
 @contextlib.contextmanager
 def _progress() -> Iterator[ReportProgress]:
     """Shows progress in one line on stderr; without a terminal, in one line for each run."""
-    on_terminal = sys.stderr.isatty()
+    on_terminal = log_lines.is_terminal(sys.stderr)
     last_shown = ""
 
     def show(what: str, done: int, total: int) -> None:
         nonlocal last_shown
         if on_terminal:
-            sys.stderr.write(f"\r\x1b[K{what}: {done} of {total} steps")
-            sys.stderr.flush()
+            log_lines.put(f"\r\x1b[K{what}: {done} of {total} steps")
         elif what != last_shown:
             output.story(f"running, {what}: {total} steps")
         last_shown = what
@@ -269,5 +269,4 @@ def _progress() -> Iterator[ReportProgress]:
         yield show
     finally:
         if on_terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            log_lines.put("\r\x1b[K")

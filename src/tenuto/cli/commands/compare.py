@@ -11,6 +11,7 @@ from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import checkpoint, repository
 from tenuto.cli.console.output import Columns, joined_marks
 from tenuto.errors import RunNotFound, UsageError, typed
+from tenuto.printable import clean
 
 if TYPE_CHECKING:
     from tenuto.history.compare import Comparison
@@ -84,7 +85,7 @@ def _print(found: Comparison, most: int | None) -> None:
     from tenuto.units import age, count, size
 
     names = found.metrics[:SHOWN_METRICS]
-    titles = [output.clipped(output.clean(name), LONGEST) for name in names]
+    titles = [output.clipped(clean(name), LONGEST) for name in names]
     table = Columns(
         ("CHECKPOINT", "AGE", "SIZE", "RANKS", *titles, "STATE"),
         right=frozenset({"AGE", "SIZE", "RANKS", *titles}),

@@ -18,6 +18,7 @@ from tenuto.cli.console.output import agreed
 from tenuto.cli.console.where import default_place
 from tenuto.cli.views.run_listing import SEALED
 from tenuto.errors import KeyMissing, RemovalRefused, UsageError, typed
+from tenuto.printable import clean
 from tenuto.units import count
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _ask(question: str, *, twice: bool = False) -> str:
             subject="--passphrase",
             hint="for a passphrase that opens it: TENUTO_PASSPHRASE",
         )
-    text = getpass.getpass(f"{output.clean(question)}: ")
+    text = getpass.getpass(f"{clean(question)}: ")
     if twice and getpass.getpass("Once more: ") != text:
         raise UsageError("the two are not alike", subject="--passphrase", hint="try again; nothing was done")
     return text

@@ -12,6 +12,7 @@ from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository, run_of
 from tenuto.cli.console.output import Columns, joined_marks
 from tenuto.errors import MetricNotLogged, UsageError, did_you_mean, typed
+from tenuto.printable import clean
 
 if TYPE_CHECKING:
     from tenuto.history.timeline import Point, Timeline, Turn
@@ -86,7 +87,7 @@ def _print(found: Timeline, names: Sequence[str]) -> None:
 
     several = len({(point.id.run, point.id.attempt) for point in found.points}) > 1
     graph = Graph(found.points, found.latest)
-    titles = [output.clipped(output.clean(name), LONGEST) for name in names]
+    titles = [output.clipped(clean(name), LONGEST) for name in names]
     table = Columns(
         ("", "STEP", "ATTEMPT", "AGE", "SIZE", *titles, "STATE"),
         right=frozenset({"STEP", "AGE", "SIZE", *titles}),

@@ -15,6 +15,7 @@ from tenuto.cli.console.where import VARIABLE, default_place
 from tenuto.cli.views.ages import age_s
 from tenuto.errors import UsageError, typed
 from tenuto.model.ids import attempt_key, run_key
+from tenuto.printable import clean
 from tenuto.repo.best import INTERNAL
 from tenuto.units import age, count, size
 
@@ -249,7 +250,7 @@ def _print(found: RunRows) -> None:
     if not found.rows:
         return
     names = _metrics(found)
-    titles = [output.clipped(output.clean(name), LONGEST) for name in names]
+    titles = [output.clipped(clean(name), LONGEST) for name in names]
     table = Columns(
         ("ATTEMPT", "STEP", "AGE", "SIZE", "RANKS", "CREATED", *titles, "STATE"),
         right=frozenset({"STEP", "AGE", "SIZE", "RANKS", *titles}),

@@ -12,6 +12,7 @@ from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import checkpoint, repository
 from tenuto.errors import UsageError, typed
+from tenuto.printable import clean
 
 if TYPE_CHECKING:
     from tenuto.maintenance.findings import Finding
@@ -190,9 +191,9 @@ def _words(finding: Finding) -> str:
         place += f" at byte {finding.offset}"
     indent = " " * len("DAMAGED  ")
     about = f"{subject or place}: " if subject or place else ""
-    lines = output.wrap(output.clean(f"{about}{where}{finding.message}"), output.width() - len(indent))
+    lines = output.wrap(clean(f"{about}{where}{finding.message}"), output.width() - len(indent))
     if subject and place and place not in finding.message:
-        lines.append(f"in {output.clean(place)}")
+        lines.append(f"in {clean(place)}")
     return f"{head}  " + f"\n{indent}".join(lines)
 
 

@@ -1,7 +1,6 @@
 """Writes data to stdout, as text, tables or one JSON document, and messages and questions to stderr.
 
-Names, messages and metrics from a store may contain anything, including sequences that move a terminal's cursor, so
-control characters are escaped.
+What comes from a store or a person is escaped as `tenuto.printable` says.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final, Literal
 
+from tenuto import log_lines
 from tenuto.errors import TenutoError, UsageError, typed
 from tenuto.model.ids import CheckpointId
+from tenuto.printable import clean, clean_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,21 +41,9 @@ NARROWEST = 24
 """Columns that wrapped text gets, however narrow the terminal is."""
 
 
-def clean(text: str) -> str:
-    """Escapes characters in `text` that a terminal would obey or a reader could not see."""
-    if text.isprintable():
-        return text
-    return "".join(char if _is_shown(char) else _escaped(char) for char in text)
-
-
 def clipped(text: str, most: int) -> str:
     """Returns the beginning of a long text, and a mark that there is more."""
     return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
-
-
-def clean_lines(text: str) -> str:
-    """Escapes like `clean`, but keeps line ends."""
-    return "\n".join(map(clean, text.split("\n")))
 
 
 def cells(text: str) -> int:
@@ -80,13 +69,15 @@ def line(text: str = "", *, cleaned: bool = False) -> None:
 
 
 def story(text: str, *, cleaned: bool = False) -> None:
-    """Writes one or more lines for the person who waits; long ones wrap between words on a terminal."""
+    """Writes one or more lines for the person who waits; long ones wrap between words on a terminal. Where stderr takes
+    none, nothing is said: what is under way goes on."""
     text = text if cleaned else clean_lines(text)
-    if sys.stderr.isatty():
+    if log_lines.is_terminal(sys.stderr):
         room = shutil.get_terminal_size().columns
         text = "\n".join(_wrapped(row, room) for row in text.split("\n"))
-    sys.stdout.flush()  # what was printed before stands before it, also where both go into one file
-    sys.stderr.write(text + "\n")
+    with suppress(OSError, ValueError):  # what it holds still has to be written, and fails there
+        sys.stdout.flush()  # what was printed before stands before it, also where both go into one file
+    log_lines.put(text + "\n")
 
 
 def _wrapped(row: str, room: int) -> str:
@@ -115,7 +106,7 @@ def styled(text: str, style: Style, stream: IO[str]) -> str:
 
     Damaged entries are red, gone ones dim; both are legible on light and dark backgrounds.
     """
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not log_lines.is_terminal(stream)
     return text if plain or not style else f"{_STYLES[style]}{text}\x1b[0m"
 
 
@@ -204,14 +195,6 @@ def _stdout_written() -> Iterator[None]:
             subject="stdout",
             hint="make room where it goes, or send it elsewhere: `tenuto ls > /another/disk/file`",
         ) from error
-
-
-def _is_shown(char: str) -> bool:
-    return unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii") if ord(char) < 0x110000 else "?"
 
 
 GAP = "  "

@@ -7,12 +7,13 @@ from itertools import groupby
 from typing import Any, Final
 
 from tenuto.cli.console import output
-from tenuto.cli.console.output import NARROWEST, Columns, cells, clean, clipped, wrap
+from tenuto.cli.console.output import NARROWEST, Columns, cells, clipped, wrap
 from tenuto.cli.views.ages import since
 from tenuto.cli.views.shards import Contents
 from tenuto.cli.views.state_tree import TreeLine, lines
 from tenuto.model.exactness import because, exactness
 from tenuto.model.records import Manifest
+from tenuto.printable import clean
 from tenuto.record import record
 from tenuto.repo.bases import data_files_of
 from tenuto.units import count, size

@@ -10,6 +10,7 @@ from tenuto.cli.console.output import Columns, joined_marks
 from tenuto.cli.views.ages import age_s
 from tenuto.cli.views.run_listing import unhealthy
 from tenuto.model.ids import attempt_key
+from tenuto.printable import clean
 from tenuto.repo.best import INTERNAL
 from tenuto.units import age, count, size
 
@@ -27,7 +28,7 @@ def print_rows(rows: Sequence[Row], asked: Sequence[str], *, more: bool = False)
         return
     there = {name for row in rows for name in row.metrics}
     names = [*dict.fromkeys([*(name for name in asked if name in there), *sorted(there - INTERNAL)])][:_METRICS]
-    titles = [output.clipped(output.clean(name), 16) for name in names]
+    titles = [output.clipped(clean(name), 16) for name in names]
     table = Columns(
         ("RUN", "ATTEMPT", "STEP", "AGE", "SIZE", *titles, "STATE"),
         right=frozenset({"STEP", "AGE", "SIZE", *titles}),

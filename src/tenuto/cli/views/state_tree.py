@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.cli.console.output import NARROWEST, cells, clean, clipped, padded, width
+from tenuto.cli.console.output import NARROWEST, cells, clipped, padded, width
 from tenuto.model.leaf import LeafSpec
 from tenuto.model.records import Json
+from tenuto.printable import clean
 from tenuto.record import record
 from tenuto.state.tree import KEYED, LEAVES, NAMED, OWN, children, is_plain, items, kind_of, sequence
 from tenuto.units import count, size
