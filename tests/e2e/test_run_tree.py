@@ -8,9 +8,11 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 import tenuto
@@ -37,6 +39,14 @@ LINES = {
     "a launcher behind a shell": "sh -c '{python} launch.py; exit $?'",
     "a trap": "bash -c 'trap : TERM; {python} train.py; exit 7'",
 }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_a_test(tmp_path: Path) -> Iterator[None]:
+    yield
+    for one in psutil.process_iter(["cwd"]):
+        if one.info["cwd"] == str(tmp_path):
+            one.kill()
 
 
 def between(

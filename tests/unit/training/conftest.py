@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +22,6 @@ def _trainings_that_nobody_closes_watch_no_signals_of_later_tests() -> Iterator[
     yield
     for watch in reversed(list(preemption._installed)):
         watch.restore()
+    for number in exit_status.ENDED_BY:
+        if signal.getsignal(number) == exit_status.end_with_status:
+            signal.signal(number, signal.SIG_DFL)

@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 
+import tenuto
 from support import loaded_interpreter
 
 HEAD = """
@@ -157,3 +158,83 @@ def test_closed_streams_do_not_hide_the_status():
 
 def test_without_the_late_registration_it_still_works():
     assert run("del threading._register_atexit; ExitStatus('a').fail('x'); atexit.register(print, 'o')")[0] == 1
+
+
+TRAINED = """
+import atexit, os, signal, sys, threading, time
+import numpy as np, tenuto
+def ask():
+    os.kill(os.getpid(), signal.SIGTERM)
+def trained():
+    ckpt = tenuto.Checkpointer("ckpts", {"w": np.zeros(100)})
+    assert list(ckpt.steps(3)) == [0, 1, 2]
+    return ckpt
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "with trained(): pass\nask(); print('not here')",
+        "with trained(): pass\natexit.register(ask)",
+        "atexit.register(ask)\nwith trained(): pass",
+        "with trained(): pass\nthreading.Thread(target=lambda: (time.sleep(0.1), ask(), time.sleep(100))).start()",
+        "ckpt = trained()\nthreading.Thread(target=lambda: (time.sleep(0.1), ask(), time.sleep(100))).start()",
+        "ckpt = trained()\natexit.register(ask)",
+        "trained().close()\natexit.register(ask)",
+    ],
+    ids=["script", "late hook", "early hook", "thread", "not closed, thread", "not closed, hook", "closed, hook"],
+)
+def test_a_signal_after_the_last_step_leaves_with_128_plus_n_and_all_is_saved(tmp_path, monkeypatch, end):
+    monkeypatch.chdir(tmp_path)
+    assert run(end, TRAINED)[:2] == (143, [])
+    assert tenuto.Repository("ckpts").latest_step() == 3
+
+
+def test_a_signal_when_python_is_gone_already_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    end = """
+class Last:
+    def __del__(self):
+        ask()
+with trained(): pass
+sys.last = Last()
+"""
+    assert run(end, TRAINED)[0] == 0
+
+
+def test_handlers_of_the_users_own_and_what_close_gives_back_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    end = """
+def own(number, frame):
+    print("own")
+signal.signal(signal.SIGTERM, own)
+with trained(): pass
+assert signal.getsignal(signal.SIGTERM) is own
+atexit.register(ask)
+assert signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
+ckpt = tenuto.Checkpointer("ckpts", {"w": np.zeros(100)}, run="b")
+list(ckpt.steps(1))
+ckpt.close()
+assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+"""
+    assert run(end, TRAINED) == (0, ["own"], "")
+
+
+def test_a_process_of_multiprocessing_closes_its_checkpointers_at_its_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    end = """
+import multiprocessing
+from tenuto.telemetry.heartbeat import ENDED, read_beats
+os.environ["TENUTO_HEARTBEAT"] = os.getcwd()
+def work():
+    global ckpt
+    ckpt = tenuto.Checkpointer("ckpts", {"w": np.zeros(100)}, save=tenuto.every(steps=1))
+    ckpt.step_done(1)
+process = multiprocessing.get_context("fork").Process(target=work)
+process.start()
+process.join()
+print(process.exitcode, *(one.phase for one in read_beats(__import__("pathlib").Path())))
+"""
+    assert run(end, TRAINED)[:2] == (0, ["0", "ended"])
+    assert tenuto.Repository("ckpts").latest_step() == 1

@@ -12,15 +12,16 @@ from support.loaded_interpreter import Program
 from tenuto.training import preemption
 from tenuto.training.preemption import Preempted, SignalWatch, in_notebook, leaving_signals
 
-TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+TERM, HUP, USR1, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT
 
 
 @pytest.fixture(autouse=True)
 def handlers_as_before():
     """Every test starts from the defaults and leaves the handlers of the test run as they were."""
     assert threading.current_thread() is threading.main_thread(), "signals need the main thread"
-    before = {number: signal.getsignal(number) for number in (TERM, USR1, INT)}
+    before = {number: signal.getsignal(number) for number in (TERM, HUP, USR1, INT)}
     signal.signal(TERM, signal.SIG_DFL)
+    signal.signal(HUP, signal.SIG_DFL)
     signal.signal(USR1, signal.SIG_DFL)
     signal.signal(INT, signal.default_int_handler)
     yield
@@ -30,13 +31,13 @@ def handlers_as_before():
 
 
 def now():
-    return [signal.getsignal(number) for number in (TERM, USR1, INT)]
+    return [signal.getsignal(number) for number in (TERM, HUP, USR1, INT)]
 
 
-DEFAULTS = [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler]
+DEFAULTS = [signal.SIG_DFL, signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler]
 
 
-@pytest.mark.parametrize("number", [TERM, USR1, INT])
+@pytest.mark.parametrize("number", [TERM, HUP, USR1, INT])
 def test_it_notes_which_signal_came_first_and_training_goes_on(number):
     with SignalWatch() as watch:
         assert (watch.received, watch.name) == (None, None)
@@ -194,12 +195,13 @@ def test_restored_off_the_main_thread_it_only_passes_on():
     assert watch._earlier == {}
 
 
-def test_a_background_job_of_a_shell_keeps_ignoring_interrupts():
-    signal.signal(INT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [TERM, HUP, USR1, INT])
+def test_what_nohup_or_a_background_job_of_a_shell_ignores_stays_ignored(number):
+    signal.signal(number, signal.SIG_IGN)
     with SignalWatch() as watch:
-        signal.raise_signal(INT)
+        signal.raise_signal(number)
         assert watch.received is None
-        assert signal.getsignal(INT) == signal.SIG_IGN
+        assert signal.getsignal(number) == signal.SIG_IGN
 
 
 def test_a_notebook_keeps_its_interrupts(monkeypatch):
@@ -230,7 +232,7 @@ raise Preempted(watch.received)
 """
 
 
-@pytest.mark.parametrize("number", [TERM, USR1, INT])
+@pytest.mark.parametrize("number", [TERM, HUP, USR1, INT])
 def test_a_process_finishes_its_step_and_leaves_with_128_plus_n(number):
     process = script(LOOP)
     assert process.stdout.readline() == "ready\n"
