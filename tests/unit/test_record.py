@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tenuto
+from tenuto.events import warn
 from tenuto.record import record
 
 
@@ -104,3 +106,16 @@ def test_the_functions_for_dataclasses_work_on_it_and_it_is_copied() -> None:
 
 def test_public_ones_are_made_so() -> None:
     assert tenuto.events.Event.__eq__ is Point.__eq__
+
+
+def test_what_a_reason_holds_moves_no_cursor_when_it_is_printed(tmp_path: Path) -> None:
+    with tenuto.Checkpointer(tmp_path, {"w": 1.0}) as ckpt:
+        assert len(list(ckpt.steps(1))) == 1
+    hostile = "\x1b[2Jgone\x07\u202e"
+    plan = tenuto.Repository(tmp_path).fork(1, "b", reason=hostile)
+    assert plan.reason == hostile, "what is stored stays as it is"
+    assert str(plan).splitlines()[1:] == ["  reason: \\x1b[2Jgone\\x07\\u202e"]
+    error = tenuto.TenutoError(f"{hostile}: no", hint=f"rm {hostile}")
+    assert "\x1b" not in str(error) and str(error).count("\n") == 1 and error.message.startswith(hostile)
+    with pytest.warns(tenuto.TenutoWarning, match=r"^\\x1b"):
+        warn(hostile)

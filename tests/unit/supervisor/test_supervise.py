@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import tenuto
+from support.supervised import lives
 from tenuto.errors import KeyMissing
 from tenuto.supervisor import supervise
 from tenuto.supervisor.decide import Ending, Limits
@@ -22,7 +25,8 @@ from tenuto.supervisor.process_tree import ProcessTree
 from tenuto.supervisor.steps import Steps
 from tenuto.supervisor.supervise import Account, Supervisor, TrainingEnd, Watch, summary
 from tenuto.supervisor.watching import Demand
-from tenuto.telemetry.heartbeat import ENDED, ENDING, STARTING, TRAINING, Beat
+from tenuto.telemetry import heartbeat
+from tenuto.telemetry.heartbeat import ENDED, ENDING, STARTING, TRAINING, Beat, Heartbeat
 from tenuto.telemetry.last_words import LastWords
 
 
@@ -211,3 +215,61 @@ def test_where_processes_stand_keeps_other_nodes_waiting_for_seconds_only(
     tree: Any = SimpleNamespace(descendants=lambda: range(9))
     supervisor("true", nodes=nodes)._note_stacks(tree, "no step")
     assert len(asked) == looked_at
+
+
+def test_a_fault_of_the_supervisors_own_leaves_no_training_behind(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import os, pathlib, time, numpy as np, tenuto
+with tenuto.Checkpointer("ckpts", {"w": np.zeros(100)}) as ckpt:
+    for step in ckpt.steps(10**6):
+        pathlib.Path("pid.new").write_text(str(os.getpid()))
+        os.replace("pid.new", "pid")  # whoever reads it finds a whole one
+        time.sleep(0.01)
+""")
+    script = """
+import os, pathlib, sys
+sys.path[:0] = [os.environ["PYTHONPATH"]]
+from types import SimpleNamespace
+from tenuto.supervisor.decide import Limits
+from tenuto.supervisor.journal import Journal
+from tenuto.supervisor.supervise import Supervisor, Watch
+
+def observe(*arguments, **more):
+    if pathlib.Path("pid").exists():
+        raise ZeroDivisionError("a fault")
+
+command = ["sh", "-c", '"$@"; exit', "sh", sys.executable, "train.py"]
+watching = SimpleNamespace(observe=observe)
+Supervisor(command, Limits(), Watch(), Journal(None, print), print, watching=watching).run()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(tenuto.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "ZeroDivisionError: a fault" in done.stderr
+    assert not lives(int((tmp_path / "pid").read_text()))
+    assert tenuto.Repository(tmp_path / "ckpts").latest_step() is not None
+
+
+def test_what_trainings_say_of_their_end_counts_before_a_status_that_hides_it() -> None:
+    found, error = supervisor("true"), LastWords(1, 0, 7, 1.0, "ValueError: no", errors=("ValueError",), uncaught=True)
+    assert found._kind(0, None, False, TrainingEnd(error, hidden=True)) == ("failed", "ValueError: no")
+    assert found._kind(0, None, False, TrainingEnd(replace(error, uncaught=False), hidden=True))[0] == "finished"
+    assert found._kind(0, None, False, TrainingEnd(error))[0] == "finished", "its own status"
+    assert found._kind(1, None, False, TrainingEnd(hidden=True, left=15)) == ("asked to leave", "SIGTERM")
+    assert found._kind(1, None, False, TrainingEnd(left=15))[0] == "failed", "it says 1 itself"
+    assert found._kind(0, None, False, TrainingEnd(hidden=True, broken_off=7))[0] == "killed"
+
+
+def test_a_job_has_left_where_all_its_ranks_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Heartbeat(tmp_path, 0)
+    first.beat(7)
+    monkeypatch.setattr(heartbeat.os, "getpid", lambda: 1)
+    second = Heartbeat(tmp_path, 1)
+    second.beat(7)
+    second.left(signal.SIGTERM, 7)
+    assert (TrainingEnd.of(tmp_path, 0).left, TrainingEnd.of(tmp_path, 1).hidden) == (0, False)
+    monkeypatch.undo()
+    first.beat(7, ENDED)
+    found = TrainingEnd.of(tmp_path, 0)
+    assert (found.left, found.hidden, found.words) == (signal.SIGTERM, True, None)
