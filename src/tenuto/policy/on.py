@@ -14,7 +14,7 @@ def end() -> SavePolicy:
 
 
 def signal() -> SavePolicy:
-    """Saves when SIGTERM, SIGUSR1 or (outside notebooks) SIGINT asks this process to stop."""
+    """Saves when SIGTERM, SIGHUP, SIGUSR1 or (outside notebooks) SIGINT asks this process to stop."""
     return OnSignal()
 
 

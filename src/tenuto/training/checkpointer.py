@@ -449,7 +449,8 @@ class Checkpointer:
             raise last.error
 
     def close(self, timeout: float = CLOSE_DEADLINE_S, *, failed: BaseException | None = None) -> None:
-        """Waits for what is in flight, releases the run, restores signal handlers. May be called twice.
+        """Waits for what is in flight, releases the run, restores signal handlers. May be called twice. The end of a
+        `with` does the same, but signals without a handler of yours still leave with 128 + n.
 
         failed: what has ended training, where a trainer reports it instead of raising it through `with`: then nothing
         new is saved, and the other ranks hear of it.
