@@ -155,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--supervised", action="store_true", help="under `tenuto run`, which is killed now and then too")
     found.add_argument("--torch-every", type=int, default=10, help="with --supervised: a round in so many has torch")
     found.add_argument("--seconds", type=float, default=0.0, help="with --supervised: begin no round after so many")
+    found.add_argument("--seed-bugs", action="store_true", help="with --supervised: put in bugs, which are to be found")
     found.add_argument("--workers", type=int, default=1, help="rounds at a time")
     found.add_argument("--keep", type=Path, help="leave the checkpoints there")
     return found
@@ -168,8 +169,9 @@ def _supervised(given: argparse.Namespace, header: ResultHeader) -> NoReturn:
         found = supervised.campaign(
             kills=given.kills, shape=shape, place=where, workers=given.workers, seconds=given.seconds
         )
+        found["bugs"] = supervised.find_bugs(shape, where) if given.seed_bugs else []
     deliver(header.result(found), given.json)
-    sys.exit(0 if found["equal"] else 12)
+    sys.exit(0 if found["equal"] and all(bug["caught"] for bug in found["bugs"]) else 12)
 
 
 def main() -> None:

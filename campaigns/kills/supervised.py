@@ -3,6 +3,10 @@
 The training is a command of its own, started again by nobody but the supervisor; a supervisor that is killed is started
 again by the campaign, at once, as a scheduler would, while the training that it leaves behind still saves. Each round
 has to end by itself, with status 0, bit for bit as a training that nobody touched, with no process left.
+
+In one round in four a shell stands between the two, and a scheduler's SIGTERM asks the supervisor to leave as well: it
+has to do so with 143, and no step that was completed may be trained again. In another one stderr is full. Each bug of
+BUGS, put into the supervisor, is to be found by the rounds that it names (`--seed-bugs`).
 """
 
 from __future__ import annotations
@@ -17,21 +21,46 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from campaigns.kills.supervised_training import COUNTER
-from tenuto.concurrency.process_trees import lives
+from tenuto.concurrency.process_trees import below, lives
 from tenuto.demo.comparison import compare, read
 from tenuto.engine.staging import slots
+from tenuto.repo.lineage import latest
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
 
-Target = Literal["training", "supervisor", "both"]
-SHARES: Final[dict[Target, int]] = {"training": 8, "supervisor": 1, "both": 1}
+Target = Literal["training", "supervisor", "both", "asked"]
+SHARES: Final[dict[Target, int]] = {"training": 8, "supervisor": 1, "both": 1, "asked": 0}
+Between = Literal["nothing", "a shell", "a full stderr"]
+IN_TURN: Final[tuple[Between, ...]] = ("nothing", "a shell", "nothing", "a full stderr")
+SHARES_OF_A_SHELL: Final[dict[Target, int]] = {"training": 4, "supervisor": 2, "both": 1, "asked": 3}
+SHELL: Final = ["sh", "-c", '"$@"; exit $?', "sh"]
+BUGS: Final[dict[str, tuple[Between, Target, str]]] = {
+    "a signal goes to the command alone": (
+        "a shell",
+        "asked",
+        "from tenuto.supervisor.process_tree import ProcessTree as T; "
+        "T.signal = lambda self, number, trainings: self._process.send_signal(number)",
+    ),
+    "nobody holds the lock that trainings wait for": (
+        "a shell",
+        "supervisor",
+        "import tenuto.supervisor.beats_directory as b; b.ALIVE_FILE = 'other'",
+    ),
+    "a line that cannot be written is an error": (
+        "a full stderr",
+        "training",
+        "import sys; from tenuto import log_lines; "
+        "log_lines.put = lambda text: (sys.stderr.write(text), sys.stderr.flush())",
+    ),
+}
+"""By what goes wrong: in which rounds it has to be found, by which of their kills, and Python that brings it about."""
 Kind = Literal["numpy", "torch"]
 UNTOUCHED: Final = "untouched"
 STARTING: Final = 0.2
@@ -39,6 +68,10 @@ STARTING: Final = 0.2
 TRAINED_S: Final = 0.4
 """A kill comes within so many seconds of training."""
 POLL_S: Final = 0.002
+LONG: Final = 100_000
+"""Steps of a training that is not to come to its end by itself."""
+LEFT_S: Final = 30.0
+"""A training whose supervisor was killed has left by then."""
 LONGEST_S: Final = 120.0
 """Without anything to kill a round is stuck."""
 
@@ -52,6 +85,9 @@ class Shape:
     steps: int
     seed: int
     torch_every: int = 0
+    between: Between | None = None
+    """What all rounds have; None: in turn."""
+    bug: str = ""
 
     def kind(self, number: int) -> Kind:
         return "torch" if self.torch_every and number % self.torch_every == self.torch_every - 1 else "numpy"
@@ -63,6 +99,7 @@ class Round:
 
     number: int
     kind: Kind
+    between: Between = "nothing"
     kills: Counter[str] = field(default_factory=Counter)
     starting: int = 0
     supervisors: int = 1
@@ -76,6 +113,7 @@ class Round:
         return {
             "round": self.number,
             "kind": self.kind,
+            "between": self.between,
             "kills": self.kills.total(),
             "killed": dict(self.kills),
             "while_starting": self.starting,
@@ -90,7 +128,7 @@ def campaign(*, kills: int, shape: Shape, place: Path, workers: int = 1, seconds
     rounds: list[Round] = []
     began_s = time.monotonic()
     with _shared_memory(place):
-        for kind in sorted({shape.kind(number) for number in range(max(shape.torch_every, 1))}):
+        for kind in () if shape.bug else sorted({shape.kind(number) for number in range(max(shape.torch_every, 1))}):
             subprocess.run(_command(place, kind, UNTOUCHED, shape.steps), check=True, capture_output=True)
         with ThreadPool(workers) as pool:
             while sum(one.kills.total() for one in rounds) < kills:
@@ -111,6 +149,8 @@ def campaign(*, kills: int, shape: Shape, place: Path, workers: int = 1, seconds
         "kills_of_the_training": totals["training"],
         "kills_of_the_supervisor": totals["supervisor"],
         "kills_of_both_at_once": totals["both"],
+        "asked_to_leave": totals["asked"],
+        "rounds_with": dict(Counter(one.between for one in rounds)),
         "kills_while_starting": sum(one.starting for one in rounds),
         "supervisors": sum(one.supervisors for one in rounds),
         "restarts_by_a_supervisor": sum(one.restarts for one in rounds),
@@ -148,7 +188,7 @@ class Rounds:
 
     def __init__(self, shape: Shape, place: Path, number: int) -> None:
         self._shape, self._place = shape, place
-        self._found = Round(number, shape.kind(number))
+        self._found = Round(number, shape.kind(number), shape.between or IN_TURN[number % len(IN_TURN)])
         self._run = f"killed-{number}"
         self._draw = random.Random(f"{shape.seed} {number}")
         self._journal = place / f"{self._run}.journal"
@@ -162,40 +202,74 @@ class Rounds:
         try:
             for _ in range(self._shape.per_round):
                 target, early, share = self._target(), self._draw.random() < STARTING, self._draw.random()
+                early = early and not self._shape.bug
                 training = self._await(supervisor, early, share)
                 if training is None:
                     break
                 # A supervisor first: one that lives would notice the other's end.
-                if target != "training":
+                if target == "asked":
+                    found.difference = self._asked(supervisor, early)
+                elif target != "training":
                     supervisor.kill()
-                if target != "supervisor":
+                if target in ("training", "both"):
                     with suppress(ProcessLookupError):
                         os.kill(training, signal.SIGKILL)
                 found.kills[target] += 1
                 found.starting += early
+                if found.difference is not None:
+                    break
                 if target != "training":
                     supervisor.wait()
                     supervisor, found.supervisors = self._start(), found.supervisors + 1
-            status = supervisor.wait(LONGEST_S)
-            found.difference = self._difference(status)
+                    self._left_behind(training)
+            if found.difference is None:
+                found.difference = self._difference(supervisor.wait(LONGEST_S))
         except (TimeoutError, subprocess.TimeoutExpired) as error:
             found.difference = f"stuck: {error}"
         finally:
             supervisor.terminate()
             supervisor.wait()
+            for pid in self._seen if self._shape.bug else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self._account()
         return found
 
     def _target(self) -> Target:
-        return self._draw.choices(list(SHARES), list(SHARES.values()))[0]
+        if self._shape.bug:
+            return BUGS[self._shape.bug][1]
+        shares = SHARES_OF_A_SHELL if self._found.between == "a shell" else SHARES
+        return self._draw.choices(list(shares), list(shares.values()))[0]
+
+    def _asked(self, supervisor: subprocess.Popen[bytes], early: bool) -> str | None:
+        """Asks the supervisor to leave, as a scheduler does; returns what is wrong with how it leaves. One whose
+        training comes to its end meanwhile is done."""
+        _, before = self._counted()
+        supervisor.send_signal(signal.SIGTERM)
+        status = supervisor.wait(LONGEST_S)
+        if status not in (0, 128 + signal.SIGTERM):
+            return f"asked to leave, the supervisor ended with status {status}"
+        kept = None if early else latest(Repo.open(open_store(self._place / self._found.kind)), self._run)
+        if not early and (kept is None or kept.step < before):
+            return f"asked to leave after step {before}, it has saved {kept}"
+        return None
+
+    def _left_behind(self, training: int) -> None:
+        """Waits until a training without its supervisor has left, as every one has to."""
+        until = time.monotonic() + LEFT_S
+        while lives(training):
+            _tick(until, f"process {training} trains on without its supervisor")
 
     def _start(self) -> subprocess.Popen[bytes]:
-        limits = ["--restarts", "100000", "--per-hour", "100000", "--in-vain", "1000"]
+        limits = ["--restarts", "100000", "--per-hour", "100000", "--in-vain", "1000", "--grace", "20s"]
         command = _command(self._place, self._found.kind, self._run, self._shape.steps)
-        cli = [sys.executable, "-c", "from tenuto.cli.application import run; run()"]
-        with open(self._said, "ab") as said:
-            words = [*cli, "run", *limits, "--journal", str(self._journal), "--", *command]
-            return subprocess.Popen(words, stdout=said, stderr=said)
+        bug = BUGS[self._shape.bug][2] + "; " if self._shape.bug else ""
+        cli = [sys.executable, "-c", f"{bug}from tenuto.cli.application import run; run()"]
+        shell = SHELL if self._found.between == "a shell" else []
+        with open(self._said, "ab") as said, open("/dev/full", "ab") as full:
+            words = [*cli, "run", *limits, "--journal", str(self._journal), "--", *shell, *command]
+            errors = full if self._found.between == "a full stderr" else said
+            return subprocess.Popen(words, stdout=said, stderr=errors)
 
     def _await(self, supervisor: subprocess.Popen[bytes], early: bool, share: float) -> int | None:
         """Waits for a process of the training that has not been struck yet, and for the moment; returns it. None once
@@ -224,9 +298,11 @@ class Rounds:
         return None if supervisor.poll() is not None else pid
 
     def _newest(self) -> int:
-        """Returns the process that a supervisor started last, 0 before."""
+        """Returns the process that trains since the last start, 0 before."""
         started = [one["pid"] for one in self._events() if one["event"] == "started"]
-        return int(started[-1]) if started else 0
+        if not started or self._found.between != "a shell":
+            return int(started[-1]) if started else 0
+        return next((one.pid for one in below(int(started[-1]))), 0)
 
     def _counted(self) -> tuple[int, int]:
         with suppress(OSError):
@@ -248,7 +324,7 @@ class Rounds:
         return compare(read(repo, UNTOUCHED), read(repo, self._run)).difference
 
     def _pids(self) -> set[int]:
-        return {int(one["pid"]) for one in self._events() if one["event"] == "started"}
+        return self._seen | {int(one["pid"]) for one in self._events() if one["event"] == "started"}
 
     def _account(self) -> None:
         found, events = self._found, self._events()
@@ -257,6 +333,17 @@ class Rounds:
         told = Counter(one["event"] for one in _lines(self._place / f"{self._run}.events"))
         found.from_memory = told["RestoredFromMemory"]
         found.from_store = told["Restored"] - told["RestoredFromMemory"]
+
+
+def find_bugs(shape: Shape, place: Path) -> list[dict[str, Any]]:
+    """Puts in one bug at a time, and runs rounds until it is found; returns what was found of each."""
+    found = []
+    for number, (bug, (between, _, _)) in enumerate(BUGS.items()):
+        (there := place / f"bug-{number}").mkdir()
+        result = campaign(kills=1, shape=replace(shape, per_round=1, steps=LONG, between=between, bug=bug), place=there)
+        differences = [one["difference"] for one in result["rounds"] if one["difference"]]
+        found.append({"bug": bug, "caught": bool(differences), "by": next(iter(differences), None)})
+    return found
 
 
 def _tick(until: float, what: str) -> None:

@@ -222,3 +222,13 @@ def test_a_journal_is_for_its_user_alone(tmp_path: Path) -> None:
     subprocess.run(words, env=environment, umask=0o022, check=True, capture_output=True, timeout=60)
     (journal,) = (tmp_path / "state").rglob("*.jsonl")
     assert (journal.stat().st_mode & 0o777, journal.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_a_training_that_outlives_its_grace_behind_a_shell_has_not_left(tmp_path: Path) -> None:
+    script = SCRIPT.replace("time.sleep(0.01)", "time.sleep(0.01 if step < 3 else 1000)")
+    process = between(tmp_path, LINES["a script"], "--grace", "1s", script=script)
+    await_that(lambda: at(tmp_path)[1] == 3)
+    os.kill(int(last(tmp_path, "started")["pid"]), signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 137 and "SIGTERM came, and it ended by SIGKILL" in err

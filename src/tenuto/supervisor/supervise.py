@@ -271,7 +271,8 @@ class Supervisor:
                 code = STATUS_HUNG
             ended_s = time.monotonic()
             end = TrainingEnd.of(beats, tree.pid)
-        code = -9 if code is None else code
+        if code is None or (out_of_time and end.hidden):  # a shell may have ended long before what was killed
+            code = -signal.SIGKILL
         kind, evidence = self._kind(code, hung, memory_kills() > kills, end, steps.ranks)
         if kind == "asked to leave" and end.left and (end.hidden or self._ended):
             code = 128 + end.left
