@@ -147,7 +147,7 @@ class TrainerSuite:
             life = Life(self, saved, tmp_path, "asked")
             life.until(max(self._steps(plain) // part, 1))
             life.end(signal.SIGTERM)
-            if life.returncode != 0 or life.count < self._steps(plain):
+            if life.count < self._steps(plain):
                 break  # else it was over before the signal came, which says nothing
         assert life.returncode == 128 + signal.SIGTERM, f"exit status {life.returncode}\n{life.tail()}"
         with tenuto.open(saved) as opened:
