@@ -73,7 +73,7 @@ print(again.number, again.cause, again.accumulation)
 """
     done = ends(on_nodes(tmp_path, script, 2))
     assert [one[:2] for one in done] == [(0, "1 out of memory 2\n")] * 2, done
-    decided = "node 1: out of memory (MemoryError: no room): started again with 1/2 of the batch"
+    decided = "node 1: out of memory (MemoryError: no room): started again and asked for 1/2 of the batch"
     assert all(decided in one[2] for one in done)
 
 

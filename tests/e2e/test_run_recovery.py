@@ -82,7 +82,7 @@ print(again.number, again.accumulation, ckpt.step)
     done = finished(tmp_path, script, "--in-vain", "4")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "2 4 10\n"
-    assert "out of memory (MemoryError: no room for 1/1): started again with 1/2 of the batch" in done.stderr
+    assert "out of memory (MemoryError: no room for 1/1): started again and asked for 1/2 of the batch" in done.stderr
 
 
 def test_a_run_whose_checkpoints_are_damaged_is_repaired_before_the_next_start(tmp_path: Path) -> None:

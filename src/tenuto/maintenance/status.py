@@ -75,7 +75,8 @@ class Recovery:
 
     id, created, bytes: of the newest state that survives; None, empty and 0 if nothing does.
     source: the place that has it, `memory`, or `several locations`.
-    steps: how many steps behind the newest state it is. lost_s: the seconds since it was saved (the recovery point).
+    steps: how many steps behind the newest state it is. lost_s: the seconds since it was saved (the recovery point);
+        of a run that nobody trains, up to the newest state.
     seconds: how long reading it takes (the recovery time); None if the place's speed is not known.
     """
 
@@ -241,9 +242,13 @@ def _run(
         and ("process" not in best or not _is_newer(best["process"], memory))
     ):
         best["process"] = memory
-    recovery = tuple(_behind(best.get(failure, Recovery(failure)), top) for failure in FAILURES)
-    counts = tuple(_count_behind(spread, place) for place in range(len(places)))
     owner = OwnerWatch(repo, run).inspect()
+    made = {one.id: one.created for one in spread} | ({memory.id: memory.created} if memory is not None else {})
+    # What nobody trains comes no further than its newest state.
+    idle = owner.verdict in ("free", "dead") and top is not None
+    until_s = seconds_of(made.get(top, "")) if idle else clock()
+    recovery = tuple(_behind(best.get(failure, Recovery(failure)), top, until_s) for failure in FAILURES)
+    counts = tuple(_count_behind(spread, place) for place in range(len(places)))
     return RunStatus(run, owner, _beat_s(repo, run, owner), tuple(spread), counts, recovery)
 
 
@@ -334,12 +339,12 @@ def _is_newer(one: Recovery, other: Recovery) -> bool:
     return one.id is not None and other.id is not None and one.id > other.id
 
 
-def _behind(found: Recovery, top: CheckpointId | None) -> Recovery:
-    """Adds how far it is behind the newest state, in steps and in time."""
+def _behind(found: Recovery, top: CheckpointId | None, until_s: float | None) -> Recovery:
+    """Adds how far it is behind the newest state, in steps, and behind `until_s` in time."""
     if found.id is None or top is None:
         return found
     then = seconds_of(found.created)
-    lost_s = None if then is None else max(clock() - then, 0.0)
+    lost_s = None if then is None or until_s is None else max(until_s - then, 0.0)
     return replace(found, steps=max(top.step - found.id.step, 0), lost_s=lost_s)
 
 

@@ -12,8 +12,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -27,16 +27,37 @@ OWNER_FILE: Final = "owner"
 _LARGEST: Final = 4096
 
 
+SHARED_MEMORY: Final = Path("/dev/shm")
+_ROOM: Final = 1 << 16
+"""Bytes that the beats of hundreds of ranks and their last words take."""
+
+
 @contextmanager
-def beats_directory() -> Iterator[Path]:
-    """Makes a directory that is removed at the end, after those that dead supervisors have left."""
-    memory = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
-    remove_left(memory)
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=memory, ignore_cleanup_errors=True) as name:
-        with open(Path(name) / ALIVE_FILE, "w") as alive:
-            fcntl.flock(alive, fcntl.LOCK_EX)
-            (Path(name) / OWNER_FILE).write_text(json.dumps(asdict(this_process())))
-            yield Path(name)
+def beats_directory(report: Callable[[str], None]) -> Iterator[Path]:
+    """Makes a directory that is removed at the end, after those that dead supervisors have left; where shared memory is
+    full, among the temporary files. `report` is told so."""
+    with ExitStack() as undo:
+        try:
+            found = _made(SHARED_MEMORY, undo)
+        except OSError as error:
+            report(f"{SHARED_MEMORY} has no room for heartbeats ({error.strerror}): they go to {tempfile.gettempdir()}")
+            found = _made(Path(tempfile.gettempdir()), undo)
+        yield found
+
+
+def _made(parent: Path, undo: ExitStack) -> Path:
+    """Makes the directory below `parent`, with room in it. Raises OSError, with nothing left there."""
+    remove_left(parent)
+    with ExitStack() as own:
+        made = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
+        path = Path(own.enter_context(made))
+        alive = own.enter_context(open(path / ALIVE_FILE, "wb"))
+        os.posix_fallocate(alive.fileno(), 0, _ROOM)
+        os.truncate(alive.fileno(), 0)
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        (path / OWNER_FILE).write_text(json.dumps(asdict(this_process())))
+        undo.push(own.pop_all())
+    return path
 
 
 def remove_left(memory: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
-from statistics import median
 from typing import Final, Literal
 
 from tenuto.record import record
@@ -120,15 +119,28 @@ KNOWN: Final = 3
 """Steps that have to be known before silence is judged by them."""
 
 
-def silence_allowed(steps_s: Sequence[float], *, least_s: float, unknown_s: float) -> float:
-    """Returns how long a training may make no step before it counts as hung: four times the longest of its last steps
-    or twenty times the usual one, and at least `least_s`; `unknown_s` until three steps are known.
+@record
+class Pace:
+    """What steps take. known: of how many steps the time is known, but for the first one of a start, which may compile
+    or fill caches. first_s: of that one. longest_s, usual_s: of the last ones, pauses for saves and evaluations
+    included."""
 
-    steps_s: how long the last steps took, pauses for saves and evaluations included.
-    """
-    if len(steps_s) < KNOWN:
+    known: int = 0
+    first_s: float = 0.0
+    longest_s: float = 0.0
+    usual_s: float = 0.0
+
+
+def silence_allowed(pace: Pace, earlier: Pace, *, least_s: float, unknown_s: float) -> float:
+    """Returns how long a training may make no step before it counts as hung: four times the longest of its last steps
+    or twenty times the usual one, and at least `least_s`. Until three steps of this start are known, by those of the
+    `earlier` ones, and four times what their first steps took; `unknown_s` where no start has come so far."""
+    if pace.known >= KNOWN:
+        return max(least_s, SLOWEST * pace.longest_s, USUAL * pace.usual_s)
+    if earlier.known < KNOWN:
         return unknown_s
-    return max(least_s, SLOWEST * max(steps_s), USUAL * median(steps_s))
+    longest_s = max(earlier.longest_s, earlier.first_s, pace.longest_s, pace.first_s)
+    return max(least_s, SLOWEST * longest_s, USUAL * earlier.usual_s)
 
 
 def silence_words(silent_s: float, allowed_s: float, step: int) -> str:

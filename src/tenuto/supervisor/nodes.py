@@ -45,21 +45,22 @@ _NODE_RANK: Final = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "PET_NODE_RANK")
 @dataclass
 class Course:
     """What has become of a supervised training so far: of all nodes, if it has several. endings: of its starts, the
-    oldest first. reached: the highest step. recovery: what the next start is given."""
+    oldest first. reached: the highest healthy step of each run. recovery: what the next start is given."""
 
     recovery: Recovery
     endings: list[Ending] = field(default_factory=list)
-    reached: int = 0
+    reached: dict[int, int] = field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
         """Returns it for other nodes, whose clocks are others: times as ages."""
         endings = [encoded(one) for one in self.endings]
-        return {"endings": endings, "reached": self.reached, "recovery": self.recovery.state()}
+        return {"endings": endings, "reached": list(self.reached.items()), "recovery": self.recovery.state()}
 
     def adopt(self, values: Mapping[str, Any]) -> None:
         """Takes what another node has encoded, in place of its own."""
         self.endings[:] = map(decoded, values["endings"])
-        self.reached = max(self.reached, values["reached"])
+        for run, step in values["reached"]:
+            self.reached[run] = max(self.reached.get(run, 0), step)
         self.recovery.adopt(values["recovery"])
 
 

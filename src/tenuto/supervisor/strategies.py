@@ -143,7 +143,7 @@ class Recovery:
     def _done(self, strategy: Strategy, endings: Sequence[Ending], last: Ending) -> str:
         if strategy == "smaller-batch":
             self.next = replace(self.next, accumulation=self.next.accumulation * 2)
-            return f"with 1/{self.next.accumulation} of the batch"
+            return f"and asked for 1/{self.next.accumulation} of the batch"
         if strategy == "shrink" and self.sizes:
             recent = sum(last.ended_s - one.ended_s < HOUR_S and one.kind == last.kind for one in endings)
             if recent < 2 or self._size + 1 == len(self.sizes):
@@ -165,8 +165,12 @@ class Recovery:
         if not last.new and self._went_back_to is not None:
             before = min(before, self._went_back_to)
         step = self.roll_back(words, before)
+        if step is None and before < words.step:
+            step = self.roll_back(
+                words, words.step
+            )  # the oldest healthy one was tried already, and is the best there is
         if step is None:
-            raise UsageError(f"run {words.run!r} has no healthy checkpoint before step {before}", subject=words.run)
+            raise UsageError(f"run {words.run!r} has no healthy checkpoint before step {words.step}", subject=words.run)
         self._went_back_to = step
         span = range(step + 1, words.step + 1)
         if span:

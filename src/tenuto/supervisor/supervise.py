@@ -23,7 +23,18 @@ from tenuto.record import record
 from tenuto.supervisor.actions import CAUSES_OF
 from tenuto.supervisor.beats_directory import beats_directory
 from tenuto.supervisor.chaos import Injector
-from tenuto.supervisor.decide import CAUSES, Decision, Ending, Kind, Limits, decide, silence_allowed, silence_words
+from tenuto.supervisor.decide import (
+    CAUSES,
+    KNOWN,
+    Decision,
+    Ending,
+    Kind,
+    Limits,
+    Pace,
+    decide,
+    silence_allowed,
+    silence_words,
+)
 from tenuto.supervisor.journal import Journal
 from tenuto.supervisor.meeting import Outcome
 from tenuto.supervisor.nodes import OTHERS_GRACE_S, Course, Nodes
@@ -167,6 +178,10 @@ class Supervisor:
     """What one of its processes has said of its end, which has not ended for a long time since then."""
     _died_s: float | None = None
     _lost_s: float = 0.0
+    _of: int = 0
+    """What was trained last, as its beats name it."""
+    _learnt: dict[int, Pace] = field(default_factory=dict)
+    """What steps took in earlier starts, by what is trained."""
 
     def __post_init__(self) -> None:
         self._course = Course(self.recovery)
@@ -195,7 +210,7 @@ class Supervisor:
             self._lost_s += time.monotonic() - self._died_s
         saved = None if endings[-1].kind == "finished" else self._save_what_is_left()
         status = endings[-1].status
-        step = self._course.reached or None
+        step = self._course.reached.get(self._of) or None
         self.journal.write(
             "ended", status=status, reason=reason, lost_s=round(self._lost_s, 3), step=step, saved=saved,
             failed=endings[-1].failed,
@@ -244,7 +259,7 @@ class Supervisor:
     # -- one start -----------------------------------------------------------------------------------------------------
 
     def _one_start(self, began_s: float, number: int) -> Ending:
-        with beats_directory() as beats:
+        with beats_directory(self.report) as beats:
             kills = memory_kills()
             self._demand = self._ended = None
             started_s = time.monotonic()
@@ -278,9 +293,7 @@ class Supervisor:
             code = 128 + end.left
         elif kind in CAUSES and (self._ended or not code):
             code = STATUS_UNFINISHED
-        new = steps.newest is not None and steps.newest > self._course.reached
-        if steps.newest is not None:
-            self._course.reached = max(self._course.reached, steps.newest)
+        new = self._note_reached(steps, None if kind != "unhealthy" or end.words is None else end.words.step - 1)
         shell = _shell_status(code)
         if self.watching is not None:
             self.watching.ended(kind)
@@ -293,6 +306,21 @@ class Supervisor:
             ran_s=round(ended_s - started_s, 3),
         )  # fmt: skip
         return ending
+
+    def _note_reached(self, steps: Steps, healthy: int | None) -> bool:
+        """Notes how far a start came, and what its steps took; returns whether it came further in any run than all
+        before it. healthy: its last healthy step, where values went wrong then: those after it are no progress."""
+        new = False
+        for run, step in steps.reached.items():
+            came_to = step if healthy is None or run != steps.of else min(step, healthy)
+            new |= came_to > self._course.reached.get(run, 0)
+            self._course.reached[run] = max(self._course.reached.get(run, 0), came_to)
+        if steps.of:
+            self._of = steps.of
+        before, pace = self._learnt.get(steps.of, Pace()), steps.pace
+        if pace.known >= KNOWN:
+            self._learnt[steps.of] = replace(pace, first_s=max(pace.first_s, before.first_s))
+        return new
 
     def _watched(self, tree: ProcessTree, beats: Path, steps: Steps, began_s: float, number: int) -> str | None:
         """Watches until the command ends (None), or is to be ended: the evidence."""
@@ -404,7 +432,8 @@ class Supervisor:
 
     def _note_progress(self, steps: Steps) -> None:
         """Counts the time since the last death as lost once there is a step that nobody had come to before."""
-        if self._died_s is not None and steps.newest is not None and steps.newest > self._course.reached:
+        before = self._course.reached.get(steps.of, 0)
+        if self._died_s is not None and steps.newest is not None and steps.newest > before:
             lost_s = time.monotonic() - self._died_s
             self._lost_s, self._died_s = self._lost_s + lost_s, None
             self.journal.write("recovered", step=steps.newest, lost_s=round(lost_s, 3))
@@ -420,7 +449,9 @@ class Supervisor:
             return f"it has not ended within {seconds(end_s)} after step {steps.newest}" if late else None
         if off or steps.newest is None or steps.phase == STARTING:
             return None
-        allowed_s = watch.hang_s or silence_allowed(steps.durations, least_s=watch.least_s, unknown_s=watch.unknown_s)
+        learnt = self._learnt.get(steps.of, Pace())
+        times = {"least_s": watch.least_s, "unknown_s": watch.unknown_s}
+        allowed_s = watch.hang_s or silence_allowed(steps.pace, learnt, **times)
         silent_s = now_s - steps.last_s
         return silence_words(silent_s, allowed_s, steps.newest) if silent_s > allowed_s else None
 

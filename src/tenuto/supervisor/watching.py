@@ -148,6 +148,10 @@ class Watching:
     _leaving: bool = False
     _settled_s: float = 0.0
     """From when on a finding may end this start."""
+    _step: int = 0
+    """The step that the training has come to."""
+    _asked_at: int | None = None
+    """The step at which a risk asked for a save last: training that has made none since is not asked again."""
 
     def observe(self, directory: Path, beats: Sequence[Beat], now_s: float, *, leaving: bool = False) -> Demand | None:
         """Takes what is new, and acts upon it. Returns what is left to the supervisor.
@@ -161,7 +165,9 @@ class Watching:
         samples = [] if self.sampling is None else self.sampling.take()
         if self.sampling is not None:
             self.sampling.watch([place for url in read_places(directory) if (place := directory_of(url)) is not None])
-        steps = self._paces.sample(newest(beats), now_s)
+        latest = newest(beats)
+        self._step = min((beat.step for beat in latest.values()), default=self._step)
+        steps = self._paces.sample(latest, now_s)
         found = self._findings(samples if steps is None else [*samples, steps])
         demands = [
             self._demand(action, one) for one in found if (action := self._acted(one, directory, now_s)) is not None
@@ -190,14 +196,19 @@ class Watching:
         return found if risk is None else [*found, risk]
 
     def _acted(self, finding: Finding, directory: Path, now_s: float) -> Literal["leave", "restart"] | None:
-        """Acts once an episode, and on each risk, whose predictor says how often; returns what the supervisor has to
-        do."""
+        """Acts once an episode; on a risk, whose predictor says how often, again once training has made a step since.
+        Returns what the supervisor has to do."""
         key, action = (finding.name, finding.subject), self.actions[finding.name]
         found_s, acted_s = self._episodes.get(key, (-QUIET_S, -AGAIN_S))
-        due = finding.name == "risk" or now_s - found_s >= QUIET_S or (action == "save" and now_s - acted_s >= AGAIN_S)
+        first = now_s - found_s >= QUIET_S
+        due = first or (action == "save" and now_s - acted_s >= AGAIN_S)
+        if finding.name == "risk" and not due:
+            due = self._asked_at is not None and self._step != self._asked_at
         self._episodes[key] = now_s, now_s if due else acted_s
         if not due:
             return None
+        if finding.name == "risk":
+            self._asked_at = self._step
         if (self._leaving and action != "note") or (action == "restart" and now_s < self._settled_s):
             action = "warn"
         self.journal.write(
@@ -206,7 +217,8 @@ class Watching:
         )  # fmt: skip
         if action == "note":
             return None
-        self.report(f"{finding.name}: {finding.evidence}{_ACTED[action]}")
+        if first or finding.name != "risk":  # the line of a risk that lasts has been said
+            self.report(f"{finding.name}: {finding.evidence}{_ACTED[action]}")
         if action == "save":
             request_save(directory, f"{finding.name}: {finding.evidence}")
         return action if action in ("leave", "restart") else None

@@ -15,10 +15,14 @@ import signal
 import struct
 import threading
 import time
+import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
+from tenuto.events import warn
 from tenuto.record import record
 from tenuto.telemetry.last_words import LastWords, of_error, when_uncaught, write
 
@@ -42,13 +46,17 @@ ALIVE_FILE: Final = "alive"
 REQUEST_FILE: Final = "save"
 """Beside the beats: why the supervisor asks for a save."""
 _PHASES: Final = (STARTING, TRAINING, ENDING, ENDED)
-_MAGIC: Final = b"tenuto beat 2\n\0\0"
-_FIELDS: Final = struct.Struct("<qqqqqqqqqqq")
+_MAGIC: Final = b"tenuto beat 3\n\0\0"
+_FIELDS: Final = struct.Struct("<16q")
 """Sequence, process id, rank, step, phase, nanoseconds; of the last save how many there were with it, nanoseconds and
-bytes; of how many ranks a state is sealed in memory; the first step; then the sequence once more: a reader that sees
-two different ones has read in the middle of a beat."""
+bytes; of how many ranks a state is sealed in memory; the first step; a number for what is trained; of the steps how
+many are known, and the nanoseconds of the first, the longest and the usual one; then the sequence once more: a reader
+that sees two different ones has read in the middle of a beat."""
 _SEQUENCE: Final = struct.Struct("<q")
 _BYTES: Final = len(_MAGIC) + _FIELDS.size + _SEQUENCE.size
+RECENT_STEPS: Final = 50
+_SELDOM: Final = 10
+"""Behind the first few, every so many steps the usual one is looked for anew."""
 
 
 @record
@@ -56,7 +64,9 @@ class Beat:
     """`at_s`: by `time.monotonic` of this machine. `step`: completed steps. `saves`: how many have been committed;
     `save_s`, `save_bytes`: of the last one, how long it took and what this process wrote. `sealed`: of how many ranks
     a state is sealed in memory, which outlives the process; 0 without one. `began`: the steps that were completed when
-    training began in this process: what it resumed from."""
+    training began in this process: what it resumed from. `of`: a number that stands for place and run. `known`: of how
+    many steps in a row the time is known, but for the first one, which may compile; `first_s`: of that one;
+    `longest_s`, `usual_s`: of the recent others, with the saves and evaluations between them."""
 
     pid: int
     rank: int
@@ -68,6 +78,11 @@ class Beat:
     save_bytes: int = 0
     sealed: int = 0
     began: int = 0
+    of: int = 0
+    known: int = 0
+    first_s: float = 0.0
+    longest_s: float = 0.0
+    usual_s: float = 0.0
 
 
 class Heartbeat:
@@ -84,6 +99,13 @@ class Heartbeat:
         self._began: int | None = None
         self._faults: OwnFaults | None = None
         self._last_save = (0, 0, 0)
+        self._of = zlib.crc32(f"{where}\n{run}".encode(errors="surrogateescape"))
+        self._last_step: tuple[int, int] | None = None
+        """The step that was completed last, and when, by nanoseconds; None where what follows is no step."""
+        self._first_ns = 0
+        self._steps_ns: deque[int] = deque(maxlen=RECENT_STEPS)
+        self._known = 0
+        self._pace_ns = (0, 0)
         self.sealed = 0
         """Of how many ranks a state is sealed in memory, this one's part here."""
         self._ended_unhealthy = False
@@ -98,14 +120,16 @@ class Heartbeat:
         try:
             descriptor = os.open(directory / f"{rank}-{self._pid}.beat", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                os.ftruncate(descriptor, _BYTES)
+                os.posix_fallocate(descriptor, 0, _BYTES)  # without its page, writing to the mapping would be SIGBUS
                 self._memory = mmap.mmap(descriptor, _BYTES)
             finally:
                 os.close(descriptor)
             if where and not rank:
                 (directory / RUN_FILE).write_bytes(os.fsencode("\n".join([where, run, *(places or [where])])))
-        except OSError:
-            return  # the supervisor is gone, or its directory: it is told of nothing, and training continues
+        except OSError as error:
+            if directory.is_dir():  # else the supervisor is gone
+                warn(f"the supervisor hears nothing of this training: {directory}: {error.strerror}")
+            return
         self.on = True
         self.beat(0, STARTING)
 
@@ -150,15 +174,33 @@ class Heartbeat:
         self._step = step
         if self._began is None and phase != STARTING:
             self._began = step
+        now_ns = time.monotonic_ns()
+        self._pace(step, now_ns, phase)
         fields = (
-            self._sequence, self._pid, self._rank, step, _PHASES.index(phase), time.monotonic_ns(),
-            *self._last_save, self.sealed, self._began or 0,
+            self._sequence, self._pid, self._rank, step, _PHASES.index(phase), now_ns, *self._last_save, self.sealed,
+            self._began or 0, self._of, self._known, self._first_ns, *self._pace_ns,
         )  # fmt: skip
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(-1)
         self._memory[: _BYTES - _SEQUENCE.size] = _MAGIC + _FIELDS.pack(*fields)
         self._memory[_BYTES - _SEQUENCE.size :] = _SEQUENCE.pack(self._sequence)
         if self._faults is not None and phase == TRAINING and step > (self._began or 0):
             self._faults.stepped(step)
+
+    def _pace(self, step: int, now_ns: int, phase: str) -> None:
+        """Learns what steps take."""
+        last, self._last_step = self._last_step, (step, now_ns) if phase == TRAINING else None
+        if last is None or self._last_step is None or step <= last[0]:
+            return
+        took_ns = max((now_ns - last[1]) // (step - last[0]), 1)
+        if not self._first_ns:
+            self._first_ns = took_ns
+            return
+        self._known += 1
+        self._steps_ns.append(took_ns)
+        longest_ns, usual_ns = self._pace_ns
+        if self._known <= _SELDOM or self._known % _SELDOM == 0:
+            longest_ns, usual_ns = max(self._steps_ns), int(median(self._steps_ns))
+        self._pace_ns = max(longest_ns, took_ns), usual_ns
 
     def saved(self, duration_s: float, nbytes: int) -> None:
         """Notes a save that was committed, for the next beat. Any thread may call it."""
@@ -281,7 +323,9 @@ def read_beats(directory: Path) -> Iterator[Beat]:
         if len(data) != _BYTES or not data.startswith(_MAGIC):
             continue
         fields = _FIELDS.unpack_from(data, len(_MAGIC))
-        sequence, pid, rank, step, phase, at_ns, saves, save_ns, nbytes, sealed, began = fields
+        sequence, pid, rank, step, phase, at_ns, saves, save_ns, nbytes, sealed, began, of, known, *pace = fields
         if _SEQUENCE.unpack_from(data, _BYTES - _SEQUENCE.size)[0] == sequence and 0 <= phase < len(_PHASES):
             saved = (saves, save_ns / 1e9, nbytes)
-            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, *saved, sealed, began)
+            first_s, longest_s, usual_s = (one / 1e9 for one in pace)
+            facts = (sealed, began, of, known, first_s, longest_s, usual_s)
+            yield Beat(pid, rank, step, _PHASES[phase], at_ns / 1e9, *saved, *facts)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.supervisor.decide import Ending, Kind, Limits, decide, silence_allowed
+from tenuto.supervisor.decide import Ending, Kind, Limits, Pace, decide, silence_allowed
 
 
 def ending(kind: Kind = "killed", *, at: float = 0.0, ran: float = 10.0, **facts: Any) -> Ending:
@@ -71,8 +71,20 @@ def test_no_history_is_restarted_without_end(new: list[bool], restarts: int, per
     assert len(endings) <= min(restarts + 1, per_hour + 1)
 
 
+LIMITS = {"least_s": 60.0, "unknown_s": 1800.0}
+
+
 def test_silence_is_judged_by_the_trainings_own_steps() -> None:
-    assert silence_allowed([1, 1], least_s=60, unknown_s=1800) == 1800
-    assert silence_allowed([0.1] * 50, least_s=60, unknown_s=1800) == 60
-    assert silence_allowed([10.0] * 50, least_s=60, unknown_s=1800) == 200
-    assert silence_allowed([10.0] * 49 + [300], least_s=60, unknown_s=1800) == 1200
+    assert silence_allowed(Pace(2, 9.0, 1.0, 1.0), Pace(), **LIMITS) == 1800
+    assert silence_allowed(Pace(50, 9.0, 0.1, 0.1), Pace(), **LIMITS) == 60
+    assert silence_allowed(Pace(50, 9.0, 10.0, 10.0), Pace(), **LIMITS) == 200
+    assert silence_allowed(Pace(50, 9.0, 300.0, 10.0), Pace(), **LIMITS) == 1200
+
+
+def test_silence_soon_after_a_restart_is_judged_by_the_starts_before() -> None:
+    earlier = Pace(50, 2.0, 1.0, 0.5)
+    assert silence_allowed(Pace(), earlier, **LIMITS) == 60
+    assert silence_allowed(Pace(1, 30.0), earlier, **LIMITS) == 120, "this first step took longer"
+    compiled = Pace(50, 100.0, 1.0, 0.5)
+    assert silence_allowed(Pace(), compiled, **LIMITS) == 400, "a first step may compile again"
+    assert silence_allowed(Pace(3, 100.0, 1.0, 0.5), compiled, **LIMITS) == 60

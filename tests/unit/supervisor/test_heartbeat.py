@@ -45,6 +45,24 @@ def test_the_last_beat_of_each_process_is_read(tmp_path: Path) -> None:
     assert all(began_s <= beat.at_s <= time.monotonic() for beat in found)
 
 
+def test_the_training_says_what_its_steps_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: clock[0])
+    beats = Heartbeat(tmp_path, 0, where="here", run="main")
+    for step, after_s in ((0, 5), (1, 30), (2, 1), (3, 1), (4, 9), (5, 1)):
+        clock[0] += after_s * 10**9
+        beats.beat(step)
+    (found,) = read_beats(tmp_path)
+    assert (found.known, found.first_s, found.longest_s, found.usual_s) == (4, 30.0, 9.0, 1.0)
+    beats.beat(5, ENDING)
+    clock[0] += 100 * 10**9
+    beats.beat(5), beats.beat(6)
+    assert next(read_beats(tmp_path)).longest_s == 9.0, "what lay between was no step"
+    assert next(read_beats(tmp_path)).of == found.of
+    Heartbeat(tmp_path, 0, where="here", run="other")
+    assert next(read_beats(tmp_path)).of != found.of
+
+
 def test_half_a_beat_a_short_file_and_a_foreign_one_are_left_out(tmp_path: Path) -> None:
     Heartbeat(tmp_path, 0).beat(1)
     whole = next(tmp_path.iterdir())

@@ -47,18 +47,18 @@ def test_the_ending_that_says_most_counts(endings: list[Ending], node: int) -> N
 def test_what_was_decided_is_told_as_it_is_and_times_as_ages() -> None:
     recovery = Recovery(next=Restart(2, "out of memory", 4, (range(16, 18), range(20, 21))))
     recovery._size, recovery._went_back_to = 1, 15
-    told = Course(recovery, [ending("failed", 3.0, "KeyError: 3", "KeyError")], 21)
-    heard = Course(Recovery(), [], 3)
+    told = Course(recovery, [ending("failed", 3.0, "KeyError: 3", "KeyError")], {5: 21})
+    heard = Course(Recovery(), [], {5: 3, 6: 4})
     heard.adopt(json.loads(json.dumps(told.encode())))
     assert (heard.recovery.next, heard.recovery._size, heard.recovery._went_back_to) == (recovery.next, 1, 15)
     (one,) = heard.endings
-    assert heard.reached == 21 and one.words == told.endings[0].words
+    assert heard.reached == {5: 21, 6: 4} and one.words == told.endings[0].words
     assert one.ended_s - one.began_s == pytest.approx(3.0) and one.began_s == pytest.approx(0.0, abs=1.0)
 
 
 def test_of_an_end_that_was_decided_already_nothing_is_decided_again() -> None:
     """One that was cut off while the others started again, and one whose supervisor was started again."""
-    decided = Course(Recovery(), [ending("failed")], 9)
+    decided = Course(Recovery(), [ending("failed")], {5: 9})
     fresh: dict[str, Any] = {"host": "a", "start": 1, "ending": None, "course": Course(Recovery()).encode()}
     newest = {**fresh, "start": 2, "ending": encoded(ending("hung")), "course": decided.encode()}
     cut_off = {**fresh, "ending": encoded(ending("killed", 1.0))}
@@ -66,7 +66,7 @@ def test_of_an_end_that_was_decided_already_nothing_is_decided_again() -> None:
     verdict = Nodes(0, 3, Path("/meet"))._verdict(
         [fresh, newest, cut_off], course, lambda: (Decision(True, course.endings[-1].kind), "how")
     )
-    assert (verdict["reason"], verdict["how"], course.reached) == ("node 1: hung", "how", 9)
+    assert (verdict["reason"], verdict["how"], course.reached) == ("node 1: hung", "how", {5: 9})
     assert [one.kind for one in course.endings] == ["failed", "hung"]
 
 

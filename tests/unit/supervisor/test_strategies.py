@@ -88,7 +88,7 @@ def test_a_cause_has_a_budget_of_its_own_or_none() -> None:
 
 def test_batches_halve_and_accumulation_keeps_the_effective_batch() -> None:
     recovery = Recovery()
-    assert recovery.prepare([ending("out of memory")], print) == "with 1/2 of the batch"
+    assert recovery.prepare([ending("out of memory")], print) == "and asked for 1/2 of the batch"
     recovery.prepare([ending("out of memory")] * 2, print)
     recovery.prepare([*[ending("out of memory")] * 2, ending("killed")], print)
     found = restart(recovery.next.variables())

@@ -46,16 +46,14 @@ def test_a_launcher_that_goes_back_to_an_older_checkpoint_makes_steps_all_the_sa
     for number, step in enumerate(range(500, 900)):
         steps.take([beat(step, 1001.0 + number)], 1001.0 + number)
     assert (steps.newest, steps.last_s) == (1000, 1400.0)
-    assert max(steps.durations) == pytest.approx(1.0)
 
 
-def test_the_first_step_of_a_resume_is_no_duration_and_the_slowest_rank_counts() -> None:
+def test_the_slowest_rank_counts() -> None:
     steps = Steps()
     steps.take([beat(0, 10.0, phase=STARTING)], 10.0)
     steps.take([beat(700, 200.0), beat(700, 201.0, rank=1)], 201.0)
-    assert not steps.durations
     steps.take([beat(703, 210.0), beat(701, 205.0, rank=1)], 210.0)
-    assert (steps.newest, steps.last_s, list(steps.durations)) == (701, 205.0, [5.0])
+    assert (steps.newest, steps.last_s) == (701, 205.0)
     steps.take([beat(710, 230.0), beat(701, 205.0, rank=1)], 230.0)
     assert (steps.newest, steps.last_s) == (701, 205.0)
 
@@ -78,6 +76,31 @@ def hung(watch: Watch, *beats: tuple[float, Beat], at_s: float) -> str | None:
     for taken_s, one in beats:
         steps.take([replace(one, at_s=began_s + one.at_s)], began_s + taken_s)
     return found._hung(steps, began_s + at_s)
+
+
+def test_silence_soon_after_a_restart_is_judged_by_what_earlier_starts_have_learnt() -> None:
+    usual = {"known": 30, "first_s": 5.0, "longest_s": 0.2, "usual_s": 0.05}
+    found = supervisor("true")
+    earlier, here = Steps(), Steps()
+    earlier.take([replace(beat(40, 10.0), of=7, **usual)], 10.0)
+    found._note_reached(earlier, None)
+    began_s = here.started_s
+    resumed = replace(beat(40, began_s + 1), of=7, began=40)
+    here.take([resumed], began_s + 1)
+    assert found._hung(here, began_s + 50) is None
+    assert found._hung(here, began_s + 62) == "no step after step 40 for 1 min 01 s, where 1 min 00 s are usual at most"
+    other = Steps()
+    other.take([replace(resumed, of=8)], began_s + 1)
+    assert found._hung(other, began_s + 62) is None, "of another run nothing is known"
+
+
+def test_steps_after_values_went_wrong_are_no_progress() -> None:
+    found, steps = supervisor("true"), Steps()
+    steps.take([replace(beat(14, 1.0), of=7)], 1.0)
+    assert found._note_reached(steps, 9) and found._course.reached == {7: 9}
+    steps.take([replace(beat(16, 2.0), of=7)], 2.0)
+    assert not found._note_reached(steps, 9)
+    assert found._note_reached(steps, None) and found._course.reached == {7: 16}
 
 
 def test_a_start_that_never_comes_to_its_first_step_counts_as_hung() -> None:

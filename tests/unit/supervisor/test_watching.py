@@ -98,6 +98,25 @@ def test_an_unknown_name_is_answered_with_causes_and_findings() -> None:
     assert "straggler" in f"{failed.value} {failed.value.hint}"
 
 
+def test_a_risk_that_lasts_is_said_once_and_asks_again_only_of_training_that_makes_steps(tmp_path: Path) -> None:
+    told, calls = Told(), []
+
+    class Always:
+        def observe(self, samples: Any, now: float) -> Finding:
+            calls.append(now)
+            return Finding("risk", f"0.{len(calls):02d} within the hour")
+
+    told.watching.predictor = Always()
+
+    def asked(step: int) -> bool:
+        (tmp_path / REQUEST_FILE).unlink(missing_ok=True)
+        told.observe(tmp_path, step=step)
+        return (tmp_path / REQUEST_FILE).exists()
+
+    assert [asked(step) for step in (5, 5, 5, 6, 6, 7)] == [True, False, False, True, False, True]
+    assert told.lines == ["risk: 0.01 within the hour: the training is asked for a save"]
+
+
 def test_a_warning_is_said_once_an_episode(tmp_path: Path) -> None:
     told = Told(Finding("disk-filling", "/ckpts has 1 GiB free", "/ckpts"))
     for _ in range(100):

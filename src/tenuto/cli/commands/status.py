@@ -121,6 +121,8 @@ def _loss(recovery: Recovery) -> str:
 
     if recovery.id is None:
         return "everything"
+    if not recovery.steps and recovery.lost_s == 0:
+        return "nothing"
     steps = f"{count(recovery.steps, 'step')} and " if recovery.steps else ""
     since = "what came since" if recovery.lost_s is None else f"the last {age(recovery.lost_s)}"
     return f"{steps}{since}"
