@@ -46,10 +46,10 @@ def age(duration: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Returns `1 leaf` or `3,000 steps`: plurals are regular, except that of leaf."""
+    """Returns `1 leaf`, `3,000 steps` or `2 batches`: plurals are regular, except that of leaf."""
     if number == 1:
         return f"1 {noun}"
-    plural = noun[:-1] + "ves" if noun.endswith("leaf") else noun + "s"
+    plural = noun[:-1] + "ves" if noun.endswith("leaf") else noun + ("es" if noun.endswith("ch") else "s")
     return f"{number:,} {plural}"
 
 

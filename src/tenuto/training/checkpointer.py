@@ -58,13 +58,13 @@ class NullTraining:
 
     def open_step(self, *, given_batch: bool = False) -> None: ...
 
-    def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None: ...
+    def complete_step(self, *, epoch_ended: bool = False, ending: bool = False, rest_follows: bool = False) -> None: ...
 
     def end_epoch(self, *, ending: bool) -> None: ...
 
     def epoch_was_one_step(self) -> None: ...
 
-    def leave_batches(self) -> None: ...
+    def leave_batches(self, *, none_left: bool = False) -> None: ...
 
     def leave_loop(self) -> None: ...
 
@@ -275,6 +275,7 @@ class Checkpointer:
                 return None
             restored = training.claiming.restore(strict=strict)
             training.claiming.report()
+            training.first_save.begin()
             return restored
 
     def peek(self) -> Opened | None:
@@ -395,6 +396,17 @@ class Checkpointer:
                 )
             done = count(epoch, "step_done(epoch=)") if epoch is not None else None
             training.step_done(number, as_floats(metrics), done, epoch_ended)
+
+    def batch_done(self, *, epoch_ended: bool = False, why: str = "") -> None:
+        """Notes a batch that has completed no step, in a loop of somebody else's.
+
+        For adapters whose trainer counts the steps: `step_done` is called where its count has risen, and this where it
+        has not. If it never rises, nothing is ever saved; one line says so once a save would have been due, with
+        `why` and what to do.
+        """
+        training = self._armed()
+        if training is not None:
+            training.first_save.batch(epoch_ended=epoch_ended, why=why)
 
     def restore_random_state(self) -> None:
         """Restores the random generators once more: for a loop of your own, right before its first step.

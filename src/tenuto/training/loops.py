@@ -16,13 +16,13 @@ class LoopOwner(Protocol):
 
     def open_step(self, *, given_batch: bool = False) -> None: ...
 
-    def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None: ...
+    def complete_step(self, *, epoch_ended: bool = False, ending: bool = False, rest_follows: bool = False) -> None: ...
 
     def end_epoch(self, *, ending: bool) -> None: ...
 
     def epoch_was_one_step(self) -> None: ...
 
-    def leave_batches(self) -> None: ...
+    def leave_batches(self, *, none_left: bool = False) -> None: ...
 
     def leave_loop(self) -> None: ...
 
@@ -111,9 +111,15 @@ class Epochs(Iterator[int]):
 
     @property
     def finishing(self) -> bool:
-        """Whether a body is running whose batches are used up. A resume from a save taken now would run its rest
-        again."""
+        """Whether a body is running whose batches are used up. Its rest belongs to the last step: a resume from a save
+        taken now would run it again, without a batch."""
         return self._open and self.group == 0 and not self.cut_short and not self._no_batch_taken
+
+    @property
+    def none_left(self) -> bool:
+        """Whether a body is running that a resume has begun behind the last batch of its epoch."""
+        counters = self._training.position.counters
+        return self.group == 0 and counters.step == self.began_step and counters.batch > 0
 
     @property
     def _no_batch_taken(self) -> bool:
@@ -184,8 +190,9 @@ class RestOfEpoch(Iterator[Any]):
             raise StopIteration
         with undisturbed:
             if epochs is not None and epochs.group >= epochs.accumulate:
-                self._complete(epochs)
-                if training.stopping:
+                last = training.position.at_end
+                self._complete(epochs, last=last)
+                if training.stopping and not last:
                     self._over = epochs.cut_short = True
                     raise StopIteration
             try:
@@ -196,9 +203,9 @@ class RestOfEpoch(Iterator[Any]):
                 if epochs is None:
                     training.position.end_epoch()
                 elif epochs.group:
-                    self._complete(epochs)
+                    self._complete(epochs, last=True)
                 if epochs is not None:
-                    training.leave_batches()
+                    training.leave_batches(none_left=epochs.none_left)
                 raise
             if epochs is not None:
                 if epochs.group == 0:
@@ -206,6 +213,6 @@ class RestOfEpoch(Iterator[Any]):
                 epochs.group += 1
         return batch
 
-    def _complete(self, epochs: Epochs) -> None:
+    def _complete(self, epochs: Epochs, *, last: bool) -> None:
         epochs.group = 0
-        self._training.complete_step(ending=self._training.stopping)
+        self._training.complete_step(ending=self._training.stopping, rest_follows=last)

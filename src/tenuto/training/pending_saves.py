@@ -39,12 +39,13 @@ class PendingRequests:
         self._tags.extend(names)
         self._mark_state(between)
 
-    def save(self, *, wait: bool, between: bool) -> Save:
-        """Returns the handle of the save that will be taken. `wait`: the end of the body waits until it is
-        committed."""
+    def save(self, *, wait: bool, between: bool, reason: str = "asked for", mark: StateMark | None = None) -> Save:
+        """Returns the handle of the save that will be taken. `wait`: the end of the body waits until it is committed.
+        `mark`: how the state was behind the last completed step; None: as it is now."""
         if self._requested is None:
-            handle = self._saving.saver.plan_save(self._session.step + (not between), reason="asked for")
+            handle = self._saving.saver.plan_save(self._session.step + (not between), reason=reason)
             handle.inside_step = True
+            self._mark = self._mark or mark
             self._mark_state(between)
         else:
             handle, before = self._requested

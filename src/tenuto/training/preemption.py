@@ -389,13 +389,15 @@ class PreemptionHandler:
         process of the job."""
         self._left_for = self._left_for or self.signal or name
 
-    def report_signal(self, saving: RunSaver, step: int, *, in_step: bool) -> None:
-        """Reports, once, the signal that came, also to processes that wait for the run."""
+    def report_signal(self, saving: RunSaver, step: int, *, in_step: bool) -> bool:
+        """Reports, once, the signal that came, also to processes that wait for the run; returns whether it did."""
         name, attempt = self.signal, saving.attempt
-        if name is not None and attempt is not None and not self._reported:
-            self._reported = True
-            attempt.leave()
-            saving.emit(SignalReceived(saving.run, name, step, in_step))
+        if name is None or attempt is None or self._reported:
+            return False
+        self._reported = True
+        attempt.leave()
+        saving.emit(SignalReceived(saving.run, name, step, in_step))
+        return True
 
     def report_leaving(self, saving: RunSaver, step: int, failed: BaseException | None) -> None:
         """Reports what is saved where a signal ends the training; or that `failed` ends it, though a signal came."""

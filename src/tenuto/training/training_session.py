@@ -33,7 +33,7 @@ from tenuto.training.saves import RunSaver
 from tenuto.training.session_probe import SessionProbe, known_proof, session_probe
 from tenuto.training.snapshot import Snapshots, StateMark
 from tenuto.training.stale_counts import StaleCounts
-from tenuto.training.uncounted import UncountedBatches, warn_of_epochs
+from tenuto.training.uncounted import FirstSave, UncountedBatches, warn_of_epochs
 
 CLOSE_DEADLINE_S = 600.0
 GIVE_BACK_S = 20.0
@@ -78,6 +78,7 @@ class TrainingSession:
         self._foreign_loop = False
         """Whether a loop of the user's own calls `step_done`."""
         self._uncounted = UncountedBatches(saving, position)
+        self.first_save = FirstSave(self)
         self._stale_counts = StaleCounts(snapshots.state)
         self._requests = PendingRequests(self, saving, snapshots)
         self._late_metrics = LateMetricTrigger(self, saving, snapshots)
@@ -86,6 +87,8 @@ class TrainingSession:
         """Metrics of an epoch's body that has taken no batch yet: of the step before if it takes one, else its own."""
         self._mark: StateMark | None = None
         """The last completed step, which a signal outside any step can still save."""
+        self._postponed = ""
+        """Why the last step of an epoch is to be saved, until its batches have come to their end."""
 
     @classmethod
     def create(
@@ -228,18 +231,22 @@ class TrainingSession:
         else:
             self._act_on_signal()
         self._leave_metrics()
+        self.first_save.begin()
         self.metrics, self._early = self._early, {}
         self.open = True
-        self._mark = None
+        self._mark, self._postponed = None, ""
         self._late_metrics.clear()
 
-    def complete_step(self, *, epoch_ended: bool = False, ending: bool = False) -> None:
-        """Counts the step whose body has ended, and saves it if something asks for it."""
+    def complete_step(self, *, epoch_ended: bool = False, ending: bool = False, rest_follows: bool = False) -> None:
+        """Counts the step whose body has ended, and saves it if something asks for it. `rest_follows`: it was the last
+        of its epoch, whose body has a rest that belongs to it; the save is then taken where that ends."""
         self._refuse_if_closed()
         self.open = False
         self.position.complete_step(own_loop=self._foreign_loop and self.loop is None)
-        self._consider(epoch_ended=epoch_ended, ending=ending)
-        self._act_on_signal()  # one that came meanwhile: the next step's batch may be long in coming
+        self.first_save.end()
+        self._consider(epoch_ended=epoch_ended, ending=ending, rest_follows=rest_follows)
+        if not rest_follows:
+            self._act_on_signal()  # one that came meanwhile: the next step's batch may be long in coming
 
     def end_epoch(self, *, ending: bool) -> None:
         """Ends an epoch, whose body has ended."""
@@ -247,6 +254,7 @@ class TrainingSession:
         if self.open:
             self.open = False
             self.position.complete_step()
+            self.first_save.end()
         self.position.end_epoch()
         self._consider(epoch_ended=True, ending=ending)
         self._act_on_signal()
@@ -258,17 +266,25 @@ class TrainingSession:
             raise UsageError("the Checkpointer of this loop is closed", subject=self.run, hint=hint)
 
     def leave_loop(self) -> None:
+        self.first_save.end()
         self.saving.saver.release_fence()
         self._act_on_signal()
         self.loop, self.stopping = None, False
         self._late_metrics.mark()
 
-    def leave_batches(self) -> None:
+    def leave_batches(self, *, none_left: bool = False) -> None:
         """Prepares for what follows an epoch's batches, such as an evaluation, which has weights of its own in the
-        model for a while. A signal that came before is acted upon; one that comes there can still save the last
-        step."""
+        model for a while. `none_left`: training resumed behind the last of them."""
         self.saving.saver.release_fence()
         self._mark_state()
+        reason, self._postponed = self._postponed, ""
+        if reason:
+            self._requests.save(wait=False, between=True, reason=reason, mark=self._mark)
+        if none_left:
+            self.saving.report(
+                f"epoch {self.position.counters.epoch + 1} has no batches left behind step {self.step}, from which "
+                "training resumed: ckpt.batches is empty there, and the rest of the body is run"
+            )
 
     def step_done(self, step: int, metrics: Mapping[str, float], told: int | None, epoch_ended: bool | None) -> None:
         """Completes a step of a loop of the user's own. `epoch_ended`: None in a loop that does not say."""
@@ -460,6 +476,7 @@ class TrainingSession:
             return
         self.closed = True
         self._preemption.hold_back()
+        self.first_save.end(closed=ended_well and not replaced)
         self.saving.leave(self.step)
         until = time.monotonic() + timeout
         spare = min(GIVE_BACK_S, timeout / 4)
@@ -542,8 +559,8 @@ class TrainingSession:
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
-    def _consider(self, *, epoch_ended: bool, ending: bool) -> None:
-        """Takes the save that is due, and leaves if a signal came."""
+    def _consider(self, *, epoch_ended: bool, ending: bool, rest_follows: bool = False) -> None:
+        """Takes the save that is due, and leaves if a signal came; with `rest_follows` only requests it."""
         self.saving.raise_loss()
         self.saving.raise_failure()
         if self._probe is not None:
@@ -552,6 +569,9 @@ class TrainingSession:
         group, unwell = self.saving.group, self.saving.health.hears and self.saving.health.act()
         signal = group.completed(self.step, self._preemption.signal, ending=ending or self.stopping)
         self.stopping = group.stops(unwell) or self.stopping
+        if rest_follows:
+            self._consider_postponed(signal)
+            return
         moment = self._moment(
             epoch_ended=epoch_ended, ending=ending or signal is not None or self.stopping, signal=signal
         )
@@ -564,8 +584,16 @@ class TrainingSession:
         self._take_in_memory(moment)
         if signal is not None:
             self._leave(signal)
-        if type(self.loop) is Epochs and (epoch_ended or self.position.at_end):
+        if type(self.loop) is Epochs and epoch_ended:
             self._mark_state()
+
+    def _consider_postponed(self, signal: str | None) -> None:
+        """Notes the save that is due behind the last batch of an epoch. A signal that all ranks act upon here is still
+        there where the body ends."""
+        self.saving.heartbeat.beat(self.step)
+        if signal is None:
+            decision = self.saving.decide(self._moment(ending=False, signal=None))
+            self._postponed = decision.reason if decision.save else ""
 
     def _moment(self, *, epoch_ended: bool = False, ending: bool, signal: str | None) -> Moment:
         return Moment(
@@ -601,12 +629,20 @@ class TrainingSession:
 
     def _signal_came(self, name: str) -> None:
         """Acts on a signal, in the main thread between two instructions of the user's code, where no step is open. In a
-        loop of the user's own it is not known where a step begins: the next `step_done` sees the signal, or `close`."""
+        loop of the user's own it is not known where a step begins: the next `step_done` sees the signal, or `close`.
+        The rest of an epoch's body belongs to the last step, and is finished first; a second signal saves that step at
+        once, if nothing has changed the state."""
         if self.saving.attempt is None:
             return
         in_step = self.open or (self._foreign_loop and self.loop is None)
-        self._preemption.report_signal(self.saving, self.step, in_step=in_step)
+        in_rest = not in_step and isinstance(self.loop, Epochs) and self.loop.finishing
+        first = self._preemption.report_signal(self.saving, self.step - in_rest, in_step=in_step or in_rest)
         if in_step or not self.saving.group.acts_at_once:
+            return
+        if in_rest and first:
+            if self.unsaved:
+                with undisturbed:
+                    self._requests.save(wait=True, between=True, reason=f"{name} came", mark=self._mark)
             return
         self._preemption.hold_back()
         with undisturbed:

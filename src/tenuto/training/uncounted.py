@@ -1,15 +1,20 @@
-"""What a loop is told about epochs and batches that are not counted as whoever wrote it may think."""
+"""What a loop is told about epochs, batches and steps that are not counted as whoever wrote it may think."""
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from typing import TYPE_CHECKING, Final
 
-from tenuto.policy.save import EveryEpochs, parts_of
+from tenuto.policy.save import EveryEpochs, Moment, SaveHistory, parts_of
 from tenuto.training.snapshot import UNCOUNTED
+from tenuto.units import count, seconds
 
 if TYPE_CHECKING:
     from tenuto.state.position.training_position import TrainingPosition
     from tenuto.training.saves import RunSaver
+    from tenuto.training.training_session import TrainingSession
 
 _COUNTED_FORMS: Final = (
     "Take them from ckpt.batches, inside ckpt.steps(n) or ckpt.epochs(n); in a loop of your own pass data that counts "
@@ -52,3 +57,86 @@ class UncountedBatches:
         if message not in self._told:
             self._told.add(message)
             self._saving.warn(message)
+
+
+PATIENCE_S: Final = 600.0
+"""How long a first step may take before it is told that nothing can be saved without one."""
+LOOK_AGAIN_S: Final = 60.0
+PATIENCE_BATCHES: Final = 1000
+"""Batches, before the end of an epoch, of which the first step may consist."""
+_SAY_SO: Final = "say ckpt.step_done() after each step, or loop over ckpt.steps(n) or ckpt.epochs(n)"
+_BODY: Final = "a step ends where the body of its loop does: make one update in each"
+
+
+class FirstSave:
+    """Tells a training, once, that it has passed its first due save without one, because no step was completed.
+
+    Time passes by itself, which a thread looks at; of batches that completed no step whoever owns the loop tells.
+    """
+
+    def __init__(self, session: TrainingSession) -> None:
+        self._session = weakref.ref(session)  # a session that nobody holds is closed, and the thread ends
+        self._began_s = time.monotonic()
+        self._timer: threading.Timer | None = None
+        self._batches = self._epochs = 0
+        self._why = self._due = ""
+        self._over = False
+
+    def begin(self) -> None:
+        """Begins to wait for the first step."""
+        if self._timer is None and not self._over:
+            self._began_s = time.monotonic()
+            self._look_in(PATIENCE_S)
+
+    def end(self, *, closed: bool = False) -> None:
+        """Ends the waiting: a step is completed, or, with `closed`, training has ended without one, which it is told
+        where batches were trained."""
+        if closed and not self._over and self._batches:
+            self._tell("training has ended")
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def batch(self, *, epoch_ended: bool, why: str) -> None:
+        """Notes a batch that completed no step. `why`: why it did not, and what to do."""
+        if self._over:
+            return
+        self._batches += 1
+        self._epochs += epoch_ended
+        self._why = why
+        self._judge(epoch_ended=epoch_ended)
+        if self._due and (epoch_ended or self._batches >= PATIENCE_BATCHES):
+            self._tell(f"a save was due ({self._due})")
+
+    def _look_in(self, wait_s: float) -> None:
+        self._timer = timer = threading.Timer(wait_s, self._look)
+        timer.name, timer.daemon = "tenuto-first-save", True
+        timer.start()
+
+    def _look(self) -> None:
+        self._judge()
+        if self._due:
+            self._tell(f"a save was due ({self._due})")
+        elif not self._over and self._session() is not None:
+            self._look_in(LOOK_AGAIN_S)
+
+    def _judge(self, *, epoch_ended: bool = False) -> None:
+        """Asks the policy whether it would save now, had each batch been a step."""
+        session = self._session()
+        if session is not None and not self._due:
+            step = max(self._batches, 1)
+            moment = Moment(step, time.monotonic(), self._epochs or None, epoch_ended)
+            decision = session.saving.policy.decide(moment, SaveHistory(self._began_s))
+            self._due = decision.reason if decision.save else ""
+
+    def _tell(self, due: str) -> None:
+        session = self._session()
+        if session is None or not session.saving.group.coordinates:
+            return
+        self._over = True
+        passed = f"{count(self._batches, 'batch')} and " if self._batches else ""
+        why = self._why or (_SAY_SO if session.loop is None else _BODY)
+        session.saving.report(
+            f"nothing is saved, though {due}: {passed}{seconds(time.monotonic() - self._began_s)} of training have "
+            f"completed no step. {why}"
+        )

@@ -4,8 +4,10 @@ another."""
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,18 @@ from support.said import said
 from support.tiny_training import state, steps_of, train
 from tenuto import every, keep, on
 from tenuto.errors import SaveFailed, TenutoWarning, UsageError
+from tenuto.policy.save import SavePolicy
+from tenuto.training import exit_status
+from tenuto.training.preemption import Preempted
 
 ALL = keep.latest(100)
+
+
+@pytest.fixture(autouse=True)
+def _leaving_does_not_end_the_test_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exit_status._ending, "code", 0)
+
+
 Ask = Callable[[tenuto.Checkpointer, int], None]
 
 
@@ -169,6 +181,148 @@ def test_a_policy_by_epochs_in_a_loop_without_them_says_so(place: Path, tmp_path
         with tenuto.Checkpointer(tmp_path / "epochs", state(), data=[1, 2], save=every(epochs=1)) as ckpt:
             for _ in ckpt.epochs(1):
                 list(ckpt.batches)
+
+
+# -- resumed behind an epoch's last batch ------------------------------------------------------------------------------
+
+Done = list[tuple[int, int, float]]
+
+
+def averaging(
+    place: Path,
+    *,
+    save: SavePolicy,
+    accumulate: int = 1,
+    data: Iterable[int] = (1, 2, 3, 4),
+    during: Callable[[tenuto.Checkpointer, int], None] = lambda ckpt, epoch: None,
+    validating: Callable[[tenuto.Checkpointer, int], None] = lambda ckpt, epoch: None,
+) -> tuple[dict[str, Any], Done]:
+    """Three epochs whose body ends with a mean over its batches, a schedule and a validation; returns what each
+    validation has seen."""
+    one, done = {**state(), "decays": 0}, Done()
+    with tenuto.Checkpointer(place, one, data=data, save=save, keep=ALL) as ckpt:
+        for epoch in ckpt.epochs(3, accumulate=accumulate):
+            total, count = 0.0, 0
+            for batch in ckpt.batches:
+                train(one, batch)
+                total, count = total + batch, count + 1
+                during(ckpt, epoch)
+            mean = total / count
+            one["decays"] += 1
+            validating(ckpt, epoch)
+            done.append((epoch, one["n"], mean))
+    return one, done
+
+
+def once(at: int, do: Callable[[], Any]) -> Callable[[tenuto.Checkpointer, int], None]:
+    def act(ckpt: tenuto.Checkpointer, epoch: int) -> None:
+        if epoch == at:
+            do()
+
+    return act
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("save", [every(steps=1), every(steps=2), every(steps=1) | on.signal()], ids=repr)
+def test_a_save_by_steps_at_an_epochs_last_batch_is_of_the_epochs_end(
+    place: Path, tmp_path: Path, save: SavePolicy, accumulate: int
+) -> None:
+    expected, whole = averaging(tmp_path / "whole", save=save, accumulate=accumulate)
+    with pytest.raises(KeyboardInterrupt):
+        averaging(place, save=save, accumulate=accumulate, validating=once(1, interrupt))
+    resumed, rest = averaging(place, save=save, accumulate=accumulate)
+    assert [epoch for epoch, *_ in rest] == [1, 2], "the validation that was cut runs again"
+    assert [(epoch, n) for epoch, n, _ in rest] == [(epoch, n) for epoch, n, _ in whole[1:]]
+    assert resumed["decays"] == expected["decays"] == 3
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_signal_in_a_validation_is_acted_upon_where_the_body_ends(place: Path, again: bool) -> None:
+    """A second one saves at once what is there, and the rest of the body runs again."""
+
+    def leave() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        if again:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    begun: list[int] = []
+    with said("SIGUSR1: finishing step 8, then"), pytest.raises(Preempted):
+        averaging(
+            place,
+            save=on.signal(),
+            validating=lambda ckpt, epoch: (begun.append(epoch), once(1, leave)(ckpt, epoch))[1],
+        )
+    assert steps_of(place) == [8] and begun == [0, 1]
+    assert tenuto.load(place).state["decays"] == (1 if again else 2)
+    if again:
+        with said("epoch 2 has no batches left behind step 8"), pytest.raises(ZeroDivisionError):
+            averaging(place, save=on.signal())
+    else:
+        resumed, rest = averaging(place, save=on.signal())
+        assert rest == [(2, 12, 2.5)] and resumed["decays"] == 3
+
+
+def test_a_due_save_is_taken_where_the_loop_is_left_behind_the_batches(place: Path) -> None:
+    one = state()
+    with tenuto.Checkpointer(place, one, data=[1, 2], save=every(steps=2), keep=ALL) as ckpt:
+        for _ in ckpt.epochs(9):
+            for batch in ckpt.batches:
+                train(one, batch)
+            break
+    assert steps_of(place) == [2]
+
+
+def test_a_signal_in_a_validation_after_which_the_loop_is_left_saves_the_last_step(place: Path) -> None:
+    one = state()
+    with pytest.raises(Preempted), tenuto.Checkpointer(place, one, data=[1, 2], save=on.signal(), keep=ALL) as ckpt:
+        for _ in ckpt.epochs(9):
+            for batch in ckpt.batches:
+                train(one, batch)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            break
+    assert steps_of(place) == [2]
+
+
+def test_stop_in_an_epochs_last_batch_ends_the_epoch(place: Path) -> None:
+    def stop(ckpt: tenuto.Checkpointer, epoch: int) -> None:
+        if ckpt.step == 3:
+            ckpt.stop()
+
+    _, done = averaging(place, save=on.end(), during=stop)
+    assert done == [(0, 4, 2.5)]
+    _, rest = averaging(place, save=on.end())
+    assert rest == [(1, 8, 2.5), (2, 12, 2.5)]
+
+
+class Unsized:
+    """Batches without a length, which count by themselves."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.given < 4:
+            self.given += 1
+            yield self.given
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def test_data_without_a_length_says_where_nothing_was_left(place: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        averaging(place, save=every(steps=1), data=Unsized(), validating=once(0, interrupt))
+    with said("epoch 1 has no batches left behind step 4, from which training resumed"):
+        with pytest.raises(ZeroDivisionError):
+            averaging(place, save=every(steps=1), data=Unsized())
 
 
 # -- claimed without a restore -----------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@ so."""
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import tenuto
 from support.tiny_training import place, state, train
 from tenuto import every
 from tenuto.errors import TenutoWarning, UsageError
+from tenuto.training import uncounted
 
 __all__ = ["place"]
 
@@ -106,3 +109,76 @@ def test_a_fresh_start_has_no_random_state_to_restore(place: Path) -> None:
         before = random.getstate()
         ckpt.restore_random_state()
         assert random.getstate() == before
+
+
+# -- no step at all ----------------------------------------------------------------------------------------------------
+
+
+class Heard(logging.Handler):
+    """Sets an event once a line with `words` is said."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self.words, self.lines, self.event = words, list[str](), threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.words in record.getMessage():
+            self.lines.append(record.getMessage())
+            self.event.set()
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    logger, handler = logging.getLogger("tenuto"), Heard("nothing is saved, though")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+ALWAYS_DUE = every(minutes=1e-9)
+
+
+def test_a_loop_of_ones_own_that_reports_no_step_is_told_so(
+    place: Path, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uncounted, "PATIENCE_S", 0.0)
+    with tenuto.Checkpointer(place, state(), save=ALWAYS_DUE) as ckpt:
+        ckpt.restore()
+        assert heard.event.wait(60)
+    assert "say ckpt.step_done() after each step" in heard.lines[0] and len(heard.lines) == 1
+
+
+@pytest.mark.parametrize("loop", ["steps", "epochs"])
+def test_a_body_that_trains_everything_is_told_where_a_step_ends(
+    place: Path, heard: Heard, monkeypatch: pytest.MonkeyPatch, loop: str
+) -> None:
+    monkeypatch.setattr(uncounted, "PATIENCE_S", 0.0)
+    with tenuto.Checkpointer(place, state(), save=ALWAYS_DUE) as ckpt:
+        for _ in getattr(ckpt, loop)(1):
+            assert heard.event.wait(60)
+    assert "a step ends where the body of its loop does" in heard.lines[0] and len(heard.lines) == 1
+
+
+def test_a_training_that_completes_steps_is_told_nothing(
+    place: Path, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uncounted, "PATIENCE_S", 1e-3)
+    monkeypatch.setattr(uncounted, "LOOK_AGAIN_S", 1e-3)
+    looks = threading.Semaphore(0)
+    look = uncounted.FirstSave._look
+    monkeypatch.setattr(uncounted.FirstSave, "_look", lambda self: (look(self), looks.release()))
+    with tenuto.Checkpointer(place, state(), save=every(steps=2)) as ckpt:
+        for step in ckpt.steps(4):
+            if step == 0:
+                assert looks.acquire(timeout=60) and looks.acquire(timeout=60), "no save is due before step 2"
+        ckpt.batch_done(epoch_ended=True)
+    assert not heard.lines
+
+
+def test_batches_that_complete_no_step_are_told_of_where_one_would_have_been_saved(place: Path, heard: Heard) -> None:
+    with tenuto.Checkpointer(place, state(), save=every(steps=3)) as ckpt:
+        ckpt.restore()
+        for number in range(1, 9):
+            ckpt.batch_done(epoch_ended=number % 4 == 0, why="The trainer counts none.")
+            assert bool(heard.lines) is (number >= 4)
+    assert len(heard.lines) == 1 and heard.lines[0].endswith("completed no step. The trainer counts none.")

@@ -6,7 +6,7 @@ import inspect
 import logging
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,17 @@ _SWA = (
     "and restores neither; WeightAveraging and EMAWeightAveraging resume exactly"
 )
 _MANUAL = "gradients that manual optimization keeps over a step are not saved"
+_BY_BATCHES = (
+    "manual optimization calls its optimizers past Lightning, whose global_step stays at {}: here each batch counts as "
+    "a step, and so do every_n_train_steps and every(steps=). Optimizers of self.optimizers() are counted by Lightning"
+)
+_NOT_RETURNED = "configure_optimizers returns none, so the state of the module's own optimizer is not saved"
+_NO_OPTIMIZER = "_MockOptimizer"
+"""What Lightning puts in the place of an optimizer where configure_optimizers returns none."""
+_UNCOUNTED = (
+    "Lightning counts no step of this manual optimization: return its optimizers from configure_optimizers, which also "
+    "saves their state, and take them from self.optimizers()"
+)
 _NOT_METRICS = frozenset({"step", "epoch", "epoch_ended", "self"})
 
 
@@ -100,6 +111,9 @@ class TenutoCheckpoint:
         self._restored = False
         self._trainer: Any = None
         self._sigterm: Any = None
+        self._by_batches = False
+        """Whether steps are batches, since manual optimization takes its own past Lightning's count."""
+        self._updates: OptimizerUpdates | None = None
 
     # -- what ModelCheckpoint tells ----------------------------------------------------------------------------------
 
@@ -155,7 +169,8 @@ class TenutoCheckpoint:
         if given is not None:
             self._start_from(given)
         self._state["model"] = trainer.strategy.model
-        self._state["optimizers"] = {str(number): one for number, one in enumerate(trainer.optimizers)}
+        optimizers = [one for one in trainer.optimizers if type(one).__name__ != _NO_OPTIMIZER]
+        self._state["optimizers"] = {str(number): one for number, one in enumerate(optimizers)}
         if given is None:
             strict = pl_module.strict_loading and not overridden("on_load_checkpoint", pl_module)
             restored = self._checkpointer.restore(strict=strict)
@@ -169,6 +184,9 @@ class TenutoCheckpoint:
             warn(f"a resume is not exact: {_SWA}")
         if not pl_module.automatic_optimization:
             self._position.doubts = (_MANUAL,)
+            self._updates = OptimizerUpdates(optimizers)
+            if not optimizers:
+                self._position.gaps = (*self._position.gaps, _NOT_RETURNED)
         self._loop = FitLoop(trainer, self._position, self)
         self._trainer_state.details = self._loop.details
         if self._loaded is None:
@@ -200,6 +218,7 @@ class TenutoCheckpoint:
             if self._trainer.received_sigterm:  # before the first step: there is nothing to save
                 signal.raise_signal(signal.SIGTERM)
         self._trainer_state.begin(self._trainer)
+        self._global_step = int(self._trainer.global_step)
         self._loaded = None
         ckpt.prepare()
 
@@ -209,8 +228,10 @@ class TenutoCheckpoint:
 
     def step_done(self, *, epoch_ended: bool, validated: bool) -> None:
         ckpt, trainer = self._checkpointer, self._trainer
-        number = trainer.global_step
+        number = self._completed()
         if number <= ckpt.step:  # gradients are being accumulated, and are no part of a checkpoint
+            if self._updates is not None:
+                ckpt.batch_done(epoch_ended=epoch_ended, why=_UNCOUNTED)
             return
         due = self.every_n_train_steps and number % self.every_n_train_steps == 0
         metrics = self._metrics() if epoch_ended or validated or due else {}
@@ -223,6 +244,18 @@ class TenutoCheckpoint:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _completed(self) -> int:
+        """Returns the number of completed steps."""
+        counted, ckpt = int(self._trainer.global_step), self._checkpointer
+        if self._updates is not None and not self._by_batches:
+            passed = (self._updates.count > 0 or not self._state["optimizers"]) and counted <= self._global_step
+            if passed or ckpt.step > counted:  # the latter: the run was saved so
+                self._by_batches = True
+                log_lines.log(logging.WARNING, _BY_BATCHES.format(counted))
+            elif counted > self._global_step:
+                self._updates.close()
+        return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1 if self._by_batches else counted
+
     @property
     def _checkpointer(self) -> Checkpointer:
         assert self._ckpt is not None, "called inside a fit"
@@ -230,6 +263,7 @@ class TenutoCheckpoint:
 
     def _open(self, **instead: Any) -> None:
         self._position, self._trainer_state, self._restored = FitPosition(), TrainerState(), False
+        self._by_batches, self._updates, self._global_step = False, None, 0
         self._state = {"model": late(), "optimizers": late(), ENTRY: first_rank(self._trainer_state)}
         self._ckpt = Checkpointer(self.where, self._state, data=self._position, **{**self._options, **instead})
 
@@ -251,12 +285,30 @@ class TenutoCheckpoint:
         if self._loop is not None:
             self._loop.leave()
         self._loop = self._loaded = None
+        if self._updates is not None:
+            self._updates.close()
         ckpt.close(failed=failed)
 
     def _metrics(self) -> Mapping[str, Any]:
         """Returns Lightning's metrics that are numbers."""
         found = self._trainer.callback_metrics.items()
         return {name: value for name, value in found if name not in _NOT_METRICS and value.numel() == 1}
+
+
+class OptimizerUpdates:
+    """Counts the updates of optimizers, whoever calls them, until `close`."""
+
+    def __init__(self, optimizers: Iterable[Any]) -> None:
+        self.count = 0
+        known = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+        self._hooks = [one.register_step_post_hook(self._updated) for one in known]
+
+    def _updated(self, *_: Any) -> None:
+        self.count += 1
+
+    def close(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 def _policy(save: SavePolicy | None, steps: int | None, epochs: int | None) -> SavePolicy | None:
