@@ -33,6 +33,10 @@ WRAP: Final = (
 )
 
 
+_KEEP: Final = frozenset({"save_top_k", "save_last", "max_to_keep"})
+"""Keywords of a Checkpointer that say what to keep."""
+
+
 class BestEpoch(SavePolicy):
     """Saves an epoch whose metric is better than that of every epoch before, and than `threshold`. It is told of epochs
     where they end: a policy that named its metric would have the state compared after each step."""
@@ -93,7 +97,8 @@ class TenutoCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     - `save_freq`: "epoch"; a number of batches; or False: neither.
     - `save_before_preemption`: save the last step when SIGTERM comes, and leave.
     - `monitor`, `mode`, `save_best_only`, `initial_value_threshold`: as in ModelCheckpoint: the best epoch is kept;
-      with `save_best_only` only those that are better are saved, and the last.
+      with `save_best_only` only those that are better are saved, and the last. `save_top_k`, `save_last` and
+      `max_to_keep` say otherwise what is kept, as for a Checkpointer.
     - `save_weights_only`: leave out the optimizer, metrics and other callbacks, which a resume then begins anew.
     - `delete_checkpoint`: remove the run's checkpoints once `fit` has ended.
     - `save`, `keep`, and all other keywords: as for `tenuto.Checkpointer`, instead of these names.
@@ -129,7 +134,11 @@ class TenutoCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._save = save if save is not None else self._policy(save_freq, save_best_only, initial_value_threshold)
         if save is None and save_before_preemption:
             self._save |= on.signal()
-        self._keep = keep if keep is not None else self._kept()
+        self._keep = keep
+        if keep is None and _KEEP.isdisjoint(options):
+            self._keep = self._kept()
+        elif keep is None and self._best is not None:  # what they mean to a Checkpointer depends on these
+            self._options = {**options, "monitor": self._best[0], "mode": self._best[1]}
         self._weights_only = save_weights_only
         self._delete = delete_checkpoint
         self._source = _checked(data)

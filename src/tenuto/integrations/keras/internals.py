@@ -61,6 +61,15 @@ def backend() -> str:
     return str(keras.backend.backend())
 
 
+def synced(model: Any) -> Any:
+    """Returns the model with its variables up to date: on jax, `fit` keeps their values to itself between two epochs
+    until somebody asks a callback for its model."""
+    sync = getattr(model, "jax_state_sync", None)
+    if sync is not None and backend() == "jax":
+        sync()
+    return model
+
+
 def global_seed() -> Any:
     """Returns the variable of Keras's global seed generator; None if nothing has asked for a seed yet."""
     if _global_attribute("global_seed_generator") is None:

@@ -114,7 +114,7 @@ def weights(model: Any) -> Variables:
     saves: for `tenuto.load(where, into={"weights": tenuto.keras.weights(model)})`."""
 
     def of_model() -> list[Any]:
-        metrics = {id(one) for one in model.metrics_variables}
+        metrics = {id(one) for one in internals.synced(model).metrics_variables}
         return [one for one in [*model.trainable_variables, *model.non_trainable_variables] if id(one) not in metrics]
 
     return Variables("weights", of_model)
