@@ -70,7 +70,7 @@ class WorkerThreads:
 
     def __init__(self, *, foreground: bool = False) -> None:
         self._foreground = foreground
-        self._idle: list[SimpleQueue[BackgroundWork]] = []
+        self._idle: list[tuple[SimpleQueue[BackgroundWork | None], threading.Thread]] = []
         self._guard = threading.Lock()
         os.register_at_fork(after_in_child=self._reset_after_fork)
 
@@ -87,16 +87,24 @@ class WorkerThreads:
         """As `submit`, for work that its giver may withdraw, should this raise."""
         with undisturbed:
             with self._guard:
-                queue = self._idle.pop() if self._idle else None
+                queue = self._idle.pop()[0] if self._idle else None
             if queue is None:
                 queue = SimpleQueue()
                 threading.Thread(target=self._serve, args=(queue,), name=given.name, daemon=True).start()
             queue.put(given)
 
-    def _serve(self, queue: SimpleQueue[BackgroundWork]) -> None:
+    def end_idle(self) -> None:
+        """Ends the idle threads, and waits for that: for a trainer that expects to find no thread behind it."""
+        with undisturbed:
+            with self._guard:
+                idle, self._idle = self._idle, []
+            for queue, thread in idle:
+                queue.put(None)
+                thread.join()
+
+    def _serve(self, queue: SimpleQueue[BackgroundWork | None]) -> None:
         own = threading.current_thread()
-        while True:
-            given = queue.get()
+        while (given := queue.get()) is not None:
             own.name = given.name
             given.do()
             del given
@@ -106,7 +114,7 @@ class WorkerThreads:
             with self._guard:
                 if len(self._idle) >= MAX_IDLE:
                     return
-                self._idle.append(queue)
+                self._idle.append((queue, own))
 
     def _reset_after_fork(self) -> None:
         """Resets the pool in a forked child, which has none of the threads."""
@@ -118,6 +126,12 @@ foreground_threads = WorkerThreads(foreground=True)
 """Runs work at training's priority: work that somebody waits for, and copies that an update waits for."""
 background_threads = WorkerThreads()
 """Runs work at background priority."""
+
+
+def end_idle_threads() -> None:
+    """Ends the threads that wait for more work."""
+    for pool in (foreground_threads, background_threads):
+        pool.end_idle()
 
 
 # --------------------------------------------------------------------------------------------------

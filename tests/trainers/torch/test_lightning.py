@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,39 @@ def test_the_plug_in_serves_lightnings_own_callback(tmp_path: Path) -> None:
             assert (Path(own.best_model_path) / "tenuto.json").exists()
             assert sum(one.is_dir() for one in place.iterdir()) == 3
     assert ends[0]["digest"] == ends[1]["digest"]
+
+
+@pytest.mark.parametrize("last", [True, "link"])
+def test_a_path_that_is_saved_again_keeps_one_checkpoint(tmp_path: Path, last: Any) -> None:
+    """As a file of torch's would; a link to the last one is loaded through, replaced and removed like a file."""
+    own = trainings.CALLBACKS.ModelCheckpoint(tmp_path, save_top_k=1, save_last=last, every_n_train_steps=1)
+    own.FILE_EXTENSION = ""
+    more = {"enable_checkpointing": True, "plugins": [tenuto.lightning.TenutoCheckpointIO()]}
+    trainer = fit("mnist", callbacks=[own], max_epochs=2, **more)
+    paths = {Path(own.best_model_path), Path(own.last_model_path)}
+    assert {one.name for one in tmp_path.iterdir()} == {one.name for one in paths} and len(paths) == 2
+    for path in paths:
+        assert len(_saved(path)) == 1
+        loaded = tenuto.load(path).state["checkpoint"]
+        assert loaded["global_step"] == trainer.global_step == 10
+    assert Path(own.last_model_path).is_symlink() is (last == "link")
+    resumed = fit("mnist", callbacks=[own], max_epochs=3, ckpt_path=own.last_model_path, weights_only=False, **more)
+    assert resumed.global_step == 15
+    trainer.strategy.checkpoint_io.remove_checkpoint(own.last_model_path)
+    assert not Path(own.last_model_path).exists() and Path(own.best_model_path).is_dir()
+
+
+@pytest.mark.parametrize("saved_by", ["plug-in", "callback"])
+def test_no_thread_is_left_behind_a_fit(tmp_path: Path, saved_by: str) -> None:
+    own = trainings.CALLBACKS.ModelCheckpoint(tmp_path / "plug-in", save_top_k=-1, every_n_train_steps=2)
+    plugged = {"callbacks": [own], "enable_checkpointing": True, "plugins": [tenuto.lightning.TenutoCheckpointIO()]}
+    before = set(threading.enumerate())
+    if saved_by == "plug-in":
+        fit("mnist", max_epochs=1, **plugged)
+    else:
+        fit("mnist", tmp_path / "callback", max_epochs=1)
+    assert any((tmp_path / saved_by).iterdir())
+    assert not [one.name for one in set(threading.enumerate()) - before]
 
 
 def _saved(where: Path) -> list[Any]:

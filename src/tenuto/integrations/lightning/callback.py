@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from tenuto import log_lines
+from tenuto.concurrency.worker_threads import end_idle_threads
 from tenuto.engine.read.opened import Opened
 from tenuto.errors import PolicyConflict, UsageError
 from tenuto.events import warn
@@ -287,7 +288,10 @@ class TenutoCheckpoint:
         self._loop = self._loaded = None
         if self._updates is not None:
             self._updates.close()
-        ckpt.close(failed=failed)
+        try:
+            ckpt.close(failed=failed)
+        finally:
+            end_idle_threads()
 
     def _metrics(self) -> Mapping[str, Any]:
         """Returns Lightning's metrics that are numbers."""

@@ -8,20 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.api.open import open as open_checkpoint
-from tenuto.api.save_load import load, save
+from tenuto.api.save_load import load, save_made
+from tenuto.concurrency.worker_threads import end_idle_threads
 from tenuto.errors import UsageError
 from tenuto.integrations.lightning import paths
 from tenuto.integrations.lightning.trainer_state import Hparams
+from tenuto.policy import keep
 from tenuto.ranks.detection import Solo
 
 
 class TenutoCheckpointIO:
     """Writes the checkpoints of Lightning's own callbacks through Tenuto: `Trainer(plugins=[TenutoCheckpointIO()])`.
 
-    Each path that a ModelCheckpoint chooses becomes a directory: a repository with one checkpoint, written at once and
-    whole or not at all, and verified when it is loaded. `ckpt_path="best"` and `"last"`, `save_top_k` and `save_last`
-    work as before. Training waits for each save, and resumes as Lightning does: without random state or a position in
-    the data. For these, and for saves in the background, use TenutoCheckpoint instead.
+    Each path that a ModelCheckpoint chooses becomes a directory: a repository with one checkpoint, of the last save to
+    that path, written at once and whole or not at all, and verified when it is loaded. `ckpt_path="best"` and `"last"`,
+    `save_top_k` and `save_last` work as before. Training waits for each save, and resumes as Lightning does: without
+    random state or a position in the data. For these, and for saves in the background, use TenutoCheckpoint instead.
     """
 
     def __init__(self) -> None:
@@ -34,9 +36,10 @@ class TenutoCheckpointIO:
                 "TenutoCheckpointIO takes no storage_options", subject="storage_options", hint="leave them out"
             )
         place = str(path)
-        if Path(place).is_file():
+        if Path(place).is_symlink() or Path(place).is_file():
             Path(place).unlink()  # Lightning overwrites it
-        save({"checkpoint": self._hparams.representable(checkpoint)}, place, ranks=Solo())
+        state = {"checkpoint": self._hparams.representable(checkpoint)}
+        save_made(lambda _: state, place, ranks=Solo(), keep=keep.latest(1))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
@@ -58,9 +61,10 @@ class TenutoCheckpointIO:
 
     def remove_checkpoint(self, path: str | Path) -> None:
         place = Path(path)
-        if (place / "tenuto.json").is_file():
-            shutil.rmtree(place)
-        elif place.is_file():
+        if place.is_symlink() or place.is_file():
             place.unlink()
+        elif (place / "tenuto.json").is_file():
+            shutil.rmtree(place)
 
-    def teardown(self) -> None: ...
+    def teardown(self) -> None:
+        end_idle_threads()
