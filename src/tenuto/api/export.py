@@ -24,6 +24,7 @@ from tenuto.formats.beside import Beside
 from tenuto.formats.contract import SHARD_BYTES, Content, Tensor, run_boxes
 from tenuto.formats.convert import ConvertedTensor, Renaming, converts, overflowed
 from tenuto.formats.hugging_face import FILES
+from tenuto.formats.read_back import ReadBack, read_back
 from tenuto.formats.registry import Format, formats
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import dtype, join, unescape
@@ -63,8 +64,9 @@ class Choice:
 
 @record
 class Exported:
-    """What `export` has written. bytes: of tensors that were read and verified. remarks: what the format could not
-    represent. skipped: damaged newer checkpoints."""
+    """What `export` has written. bytes: of tensors that were read and verified. read_back: by which tool it was read
+    again. remarks: what the format could not represent, and what that tool did not find. skipped: damaged newer
+    checkpoints."""
 
     out: Path
     format: str
@@ -74,6 +76,7 @@ class Exported:
     bytes: int
     seconds: float
     remarks: Sequence[str]
+    read_back: ReadBack
     skipped: Sequence[Skipped] = ()
 
 
@@ -204,6 +207,8 @@ class _Export:
             metadata = {"tenuto.checkpoint": str(id), "tenuto.content": opened.content}
             content = Content(tensors, _files(opened, tree), metadata, self._choice.shard_bytes, progress)
             remarks = self._format.write(self._beside.part, content)
+            again = read_back(self._format, self._beside.part, content.tensors)
+            remarks += again.remarks
             remarks += self._remarks(tree, chosen, numbers, takes)
             if lost := overflowed(tensors.values(), tensors):
                 remarks.append(f"{self._choice.dtype} is too short for values that have become infinite: {_few(lost)}")
@@ -211,7 +216,7 @@ class _Export:
             seconds = time.perf_counter() - began
             self._emitter.emit(RestoredEvent(id, sum(read.values()), seconds, opened.content))
         return Exported(
-            self._beside.out, self._format.name, id, len(chosen), entry, sum(read.values()), seconds, remarks
+            self._beside.out, self._format.name, id, len(chosen), entry, sum(read.values()), seconds, remarks, again
         )
 
     def _entry(self, opened: Opened, tree: Any, paths: list[str]) -> str | None:
@@ -335,7 +340,7 @@ def _export_torch(
     torch = frameworks.named("torch")
     assert torch is not None, "it is built in"
     try:
-        write_file = torch.ability("files").write_file
+        files = torch.ability("files")
     except ImportError:
         raise MissingExtra("a *.pt file needs torch", hint=install("torch")) from None
     leaves, remarks = 0, list[str]()
@@ -357,7 +362,8 @@ def _export_torch(
             beside.clear()
             descriptor = os.open(beside.part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             with os.fdopen(descriptor, "wb") as file:
-                remarks = write_file(found.apply(), file)
+                remarks = files.write_file(found.apply(), file)
+            files.read_back(beside.part)
 
         return Prepared(found.wants, apply, found.report)
 
@@ -369,7 +375,9 @@ def _export_torch(
         newest = restore_latest(repo, name, prepare, emitter=emitter)
         # None: there is no checkpoint; resolving raises an error that lists what exists.
         result = newest or restore_checkpoint(repo, resolve(repo, name, "latest"), prepare, emitter=emitter)
-    return Exported(beside.out, "torch", result.id, leaves, None, result.bytes, result.seconds, remarks, result.skipped)
+    again = ReadBack("torch")
+    about = (result.bytes, result.seconds, remarks, again, result.skipped)
+    return Exported(beside.out, "torch", result.id, leaves, None, *about)
 
 
 def _prefixes(path: str) -> list[str]:

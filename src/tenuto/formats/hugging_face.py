@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ _PARTS: Final = {
     "scaler": ("scaler.pt",),
 }
 """Entries of the state, and the files that may hold them."""
+_COMPILED: Final = "_orig_mod"
 _WEIGHTS: Final = ("model", "adapter_model", "diffusion_pytorch_model")
 
 
@@ -153,6 +155,7 @@ def write(part: Path, content: Content) -> list[str]:
     files of the state's entry `hf_files` beside them."""
     files = _files(content.tree)
     stem = "adapter_model" if _ADAPTER in files else "model"
+    content, unwrapped = _unwrapped(content)
     chosen = safetensors.in_order(content.tensors)
     shards = _shards(chosen, content.shard_bytes)
     part.mkdir()
@@ -167,12 +170,23 @@ def write(part: Path, content: Content) -> list[str]:
         (part / f"{stem}{safetensors.INDEX}").write_text(json.dumps(index, indent=2) + "\n")
     for name, data in files.items():
         (part / name).write_bytes(data)
-    remarks = safetensors.remarks(chosen)
+    remarks = [*unwrapped, *safetensors.remarks(chosen)]
     if not {"config.json", _ADAPTER} & files.keys():
         remarks.append(
             "the checkpoint has no config.json, which from_pretrained needs: put the model's beside the weights"
         )
     return remarks
+
+
+def _unwrapped(content: Content) -> tuple[Content, list[str]]:
+    """Returns the content with names as without `torch.compile`, whose wrapper is no part of a model that
+    from_pretrained makes."""
+    names = {name: ".".join(part for part in name.split(".") if part != _COMPILED) for name in content.tensors}
+    changed = sum(name != plain for name, plain in names.items())
+    if not changed or len(set(names.values())) != len(names):
+        return content, []
+    tensors = {names[name]: tensor for name, tensor in content.tensors.items()}
+    return replace(content, tensors=tensors), [f"`{_COMPILED}.` of torch.compile is taken off {changed} names"]
 
 
 def _files(tree: Any) -> dict[str, bytes]:

@@ -17,6 +17,7 @@ from hf_trainer import Texts, model_of, padded
 
 import tenuto
 import tenuto.transformers
+from support.said import lines_said
 
 IDS = torch.arange(3, 11).view(1, -1)
 
@@ -58,6 +59,51 @@ def test_a_model_with_tied_weights_and_its_tokenizer(tmp_path: Path) -> None:
     assert torch.equal(read.eval()(IDS).logits, trainer.model(IDS).logits)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer("w7")["input_ids"] == [7]
+
+
+def compiled_blocks(trainer: transformers.Trainer) -> None:
+    blocks = trainer.model.base_model.model.transformer.h
+    for number in range(len(blocks)):
+        blocks[number] = torch.compile(blocks[number], backend="eager")
+
+
+def of_adapter(tmp_path: Path, steps: int) -> transformers.Trainer:
+    made = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "learning_rate": 0.1}
+    arguments = transformers.TrainingArguments(str(tmp_path / "out"), max_steps=steps, **made)
+    return transformers.Trainer(model_of("lora"), arguments, padded, train_dataset=Texts(16, 1))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_adapter_with_compiled_blocks(tmp_path: Path, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled when it was saved and not when it is resumed, or the other way: it is the same model, and its export is
+    what PEFT loads."""
+    from peft import PeftModel
+
+    for steps, compiled in ((2, first), (4, not first)):
+        trainer = of_adapter(tmp_path, steps)
+        if compiled:
+            compiled_blocks(trainer)
+        with lines_said() as lines:
+            tenuto.transformers.attach(trainer, tmp_path / "ck")
+            trainer.train()
+        assert trainer.state.global_step == steps and not [line for line in lines if "not exact" in line]
+    command = [sys.executable, "-m", "tenuto", "export", str(tmp_path / "ck"), str(tmp_path / "exported"), "--to", "hf"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "read back by peft" in done.stdout
+    read = PeftModel.from_pretrained(model_of("lm"), tmp_path / "exported").eval()
+    trainer.model.eval()
+    assert not torch.equal(read(IDS).logits, model_of("lm").eval()(IDS).logits), "the adapter was trained"
+    assert torch.equal(read(IDS).logits, trainer.model(IDS).logits)
+
+
+def test_an_export_is_read_back_by_transformers_or_says_what_that_does_not_find(tmp_path: Path) -> None:
+    trained(tmp_path, "lm")
+    command = [sys.executable, "-m", "tenuto", "export", str(tmp_path / "ck"), str(tmp_path / "whole"), "--to", "hf"]
+    assert "read back by transformers\n" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command[5] = str(tmp_path / "renamed")
+    done = subprocess.run([*command, "--rename", "wpe=positions"], check=True, capture_output=True, text=True)
+    assert "from_pretrained does not find: transformer.wpe.weight" in done.stderr + done.stdout
+    assert "read back by safetensors\n" in done.stdout
 
 
 def test_an_adapter(tmp_path: Path) -> None:

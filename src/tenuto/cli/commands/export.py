@@ -55,9 +55,9 @@ def export(
 ) -> None:
     """Write a model's weights, or any other part, to a file.
 
-    Every byte is verified. OUT gets the tensors of the state's one model (all, where it has none), under their names
-    in it; a *.pt file the whole state, as torch.load(weights_only=True) reads it. --to hf writes a directory for
-    from_pretrained.
+    Every byte is verified as it is read, and OUT is read back by the tool that it is for, where that is installed. OUT
+    gets the tensors of the state's one model (all, where it has none), under their names in it; a *.pt file the whole
+    state, as torch.load(weights_only=True) reads it. --to hf writes a directory for from_pretrained.
     """
     from tenuto.api.export import Choice
     from tenuto.api.export import export as write
@@ -93,11 +93,12 @@ def export(
             "leaves": done.leaves,
             "entry": done.entry,
             "seconds": done.seconds,
+            "read_back": done.read_back.by,
             "skipped": [{"checkpoint": id, "reason": reason} for id, reason in done.skipped],
             "notes": list(done.remarks),
         }
         output.document(context.info_name or "export", body)
     else:
         what = count(done.leaves, "tensor") + (f" of entry {done.entry}" if done.entry else "")
-        verified = f"{size(done.bytes)} verified in {seconds(done.seconds)}"
-        output.line(f"{out}: {what}, step {done.id.step} ({done.id}), {verified}")
+        took = f"{size(done.bytes)} in {seconds(done.seconds)}, {done.read_back}"
+        output.line(f"{out}: {what}, step {done.id.step} ({done.id}), {took}")

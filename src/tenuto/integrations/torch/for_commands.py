@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import collections
 import enum
+import pickle
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tenuto.errors import StateError
+from tenuto.errors import SaveFailed, StateError
 from tenuto.state.frameworks import Tagged
 
 if TYPE_CHECKING:
@@ -32,6 +34,15 @@ def write_file(state: Any, file: IO[bytes]) -> list[str]:
     except (TypeError, AttributeError) as error:
         raise StateError(f"torch cannot write the state: {error}") from error
     return [f"{count} of type {kind} written as {form}" for (kind, form), count in converter.changed.items()]
+
+
+def read_back(path: Path) -> None:
+    """Reads what `write_file` has written as its reader will. Raises SaveFailed if torch refuses."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        words = str(error).splitlines()[0]
+        raise SaveFailed(f"what was written is refused by torch.load(weights_only=True): {words}") from error
 
 
 class _Plain:

@@ -8,7 +8,7 @@ them at every forward pass or each rank updates its own with its own batches.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -74,6 +74,18 @@ def places(module: nn.Module, raw: str = "", canonical: str = "") -> Iterator[Wr
     for name, child in module._modules.items():
         if child is not None:
             yield from places(child, f"{raw}{name}.", canonical if name == attribute else f"{canonical}{name}.")
+
+
+def unwrapped_names(module: nn.Module) -> Callable[[str], str]:
+    """Returns a function that takes the prefixes of wrappers off a name below `module`."""
+    prefixes = {place.raw: place.canonical for place in places(module)}
+    longest_first = sorted(prefixes, key=len, reverse=True)
+
+    def unwrapped(name: str) -> str:
+        raw = next(raw for raw in longest_first if name.startswith(raw))
+        return prefixes[raw] + name[len(raw) :]
+
+    return unwrapped
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor, bool]]:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from tenuto.integrations.torch.wrappers import unwrapped_names
+
 SAMPLES: Final = 16
 """Elements of each frozen parameter that go into the digest of a base model."""
 ENTRY: Final = "hf_files"
@@ -66,19 +68,20 @@ def is_peft(model: nn.Module) -> bool:
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the parameters of a model with adapters that are trained, and the buffers that training changes, by the
-    names that PEFT gives them in a file of an adapter."""
-    saved = _names_in_file(model)
+    names that PEFT gives them in a file of an adapter. Blocks that are compiled have the names that they would have
+    otherwise."""
+    saved, plain = _names_in_file(model), unwrapped_names(model)
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found[saved.get(parameter.data_ptr(), name)] = parameter
+            found[plain(saved.get(parameter.data_ptr(), name))] = parameter
     for prefix, module in model.named_modules():
         own = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         if not own and not isinstance(module, _NormBase):
             continue
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                found[saved.get(buffer.data_ptr(), name)] = buffer
+                found[plain(saved.get(buffer.data_ptr(), name))] = buffer
     return found
 
 
@@ -97,10 +100,10 @@ def base_of(model: Any, training: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Describes the frozen base: what it was loaded from, and a digest of a few elements of each parameter."""
     config = next(iter(model.peft_config.values()))
     hashed = hashlib.sha256()
-    inside = {id(tensor) for tensor in training.values()}
+    inside, plain = {id(tensor) for tensor in training.values()}, unwrapped_names(model)
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:
-            hashed.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+            hashed.update(f"{plain(name)} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
             hashed.update(b"".join(_sample(parameter)))
     return {
         "name": getattr(config, "base_model_name_or_path", None),
