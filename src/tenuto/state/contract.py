@@ -133,6 +133,8 @@ class LoadReport:
     """Entries of the checkpoint that the target does not name, and leaves left out by include or exclude."""
     mismatched: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    """Settings of optimizers that the target has otherwise, and no schedule explains: the checkpoint's and its own."""
 
 
 @record

@@ -43,7 +43,7 @@ from tenuto.state.contract import LateRead, Prepared
 from tenuto.state.declarations import Late
 from tenuto.state.position.training_position import Counters, TrainingPosition
 from tenuto.state.restore.match import match_state
-from tenuto.state.tree import KEYED, items, kind_of
+from tenuto.state.tree import KEYED, items, kind_of, walk
 from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
 from tenuto.training.emergency import EmergencyPlaces
@@ -52,6 +52,9 @@ from tenuto.training.tier_worker import TierWorker
 
 WRITING_S = 10.0
 """How long a Checkpointer waits for a save that an earlier one of this process was interrupted at."""
+_SHOWN = 3
+_DRIVES_ALONE = ".ReduceLROnPlateau"
+"""The scheduler that changes learning rates and notes nothing of where they began."""
 AGAIN, CLAIMED = b"again", b"claimed"
 """The coordinator's broadcasts while it claims: all restore anew, or the run is claimed."""
 
@@ -173,6 +176,8 @@ class RunClaim:
                     report_unhealthy(self._emitter, self._repo, result.manifest)
             if result is not None:
                 self._outcome.append(self._resumed(result))
+                if self._group.coordinates and (replaced := _replaced(result)):
+                    self._outcome.append(Warned(replaced, self._run))
             self.done = True
             if self.on_restored is not None:
                 self.on_restored()
@@ -530,6 +535,25 @@ class RunClaim:
 
     def _take_random(self, entry: PrivateEntry) -> None:
         self._private["random"] = entry.read()
+
+
+def _replaced(result: RestoreResult) -> str:
+    """Describes what the checkpoint has put in the place of what the script gives to its optimizers; empty for
+    nothing."""
+    found = list(dict.fromkeys(result.report.replaced))
+    if any(str(node.get("type")).endswith(_DRIVES_ALONE) for _, node in walk(result.manifest.tree) if _is_object(node)):
+        found = [one for one in found if not one.startswith("lr ")]
+    if not found:
+        return ""
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return (
+        f"the checkpoint's {', '.join(found[:_SHOWN])}{more} of this script's optimizer: to train on with yours, set "
+        "it in optimizer.param_groups behind the restore, before the first step"
+    )
+
+
+def _is_object(node: Any) -> bool:
+    return isinstance(node, dict) and kind_of(node) == "object"
 
 
 def _without_restored(emitter: Emitter) -> Emitter:

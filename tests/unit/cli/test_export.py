@@ -11,7 +11,7 @@ from .conftest import STATE, flip
 
 def test_export_writes_the_models_weights_under_their_own_names(cli, made, tmp_path):
     out = tmp_path / "model.safetensors"
-    said = f"{out}: 2 tensors of entry model, step 7 (gpt/a0002/7), 66.0 KiB in 1 ms, read back by safetensors\n"
+    said = f"{out}: 2 tensors of entry model, step 7 (gpt/a0002/7), 66.0 KiB in 1 ms; read back by safetensors\n"
     assert cli("export", made, out, "--run", "gpt") == (0, said, "")
     found = load_file(out)
     assert found.keys() == {"layers.0.weight", "layers.0.bias"}
@@ -90,7 +90,7 @@ def test_export_refuses_to_strip_what_no_name_begins_with(cli, made, tmp_path):
 def test_export_of_every_tensor(cli, made, tmp_path):
     out = tmp_path / "all.safetensors"
     status, said, err = cli("export", made, out, "--run", "gpt", "--include", "*")
-    assert (status, said) == (0, f"{out}: 3 tensors, step 7 (gpt/a0002/7), 198 KiB in 1 ms, read back by safetensors\n")
+    assert (status, said) == (0, f"{out}: 3 tensors, step 7 (gpt/a0002/7), 198 KiB in 1 ms; read back by safetensors\n")
     assert err == "note: a safetensors file holds no plain values: 8 are left out; a *.pt file holds them\n"
     found = load_file(out)
     assert found.keys() == {"model/layers.0.weight", "model/layers.0.bias", "optimizer/state/w/exp_avg"}

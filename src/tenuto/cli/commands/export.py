@@ -100,5 +100,5 @@ def export(
         output.document(context.info_name or "export", body)
     else:
         what = count(done.leaves, "tensor") + (f" of entry {done.entry}" if done.entry else "")
-        took = f"{size(done.bytes)} in {seconds(done.seconds)}, {done.read_back}"
+        took = f"{size(done.bytes)} in {seconds(done.seconds)}; {done.read_back}"
         output.line(f"{out}: {what}, step {done.id.step} ({done.id}), {took}")

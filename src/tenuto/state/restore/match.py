@@ -347,6 +347,7 @@ def _report(restorer: Restorer) -> LoadReport:
         skipped=tuple(restorer.skipped),
         mismatched=tuple(restorer.mismatched),
         notes=tuple(restorer.notes),
+        replaced=tuple(restorer.replaced),
     )
 
 

@@ -92,6 +92,7 @@ class Restorer:
         self.skipped: list[str] = []
         self.mismatched: list[str] = []
         self.notes: list[str] = []
+        self.replaced: list[str] = []
         self.extra: dict[str, Any] = {}
         """Scratch space of adapters for one restore."""
         self.faults: list[str] = []

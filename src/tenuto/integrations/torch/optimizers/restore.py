@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -468,6 +468,8 @@ class _Plan:
                     thunks[key] = tensors.restore(now, node, where, restorer)
                 else:
                     thunks[key] = restorer.rebuild(node, where, now)
+            if match is not None and not restorer.private:
+                restorer.replaced.extend(_replaced(group, dict(self._saved.groups[match][0]), thunks, number))
             found.append((group, thunks))
         return found
 
@@ -510,6 +512,30 @@ def _again(kept: Iterable[tuple[Any, Any]]) -> None:
     for like, content in kept:
         like.clear()
         like.update(content)
+
+
+_SCHEDULED: Final = ("lr", "momentum", "betas")
+"""What schedulers change: the learning rate, and some of them the momentum beside it."""
+
+
+def _replaced(
+    group: Mapping[str, Any], saved: Mapping[str, Json], thunks: Mapping[str, Thunk], number: int
+) -> Iterator[str]:
+    """Yields the settings of a group that the script gives otherwise than the checkpoint. Where a scheduler drives
+    them, the learning rate that it begins with is what the script has given."""
+    which = f" of group {number}" if number else ""
+    scheduled = "initial_lr" in saved or "initial_lr" in group
+    for key, thunk in thunks.items():
+        first = scheduled and key == "lr"
+        if key.startswith("_") or key == "initial_lr" or (scheduled and key in _SCHEDULED and not first):
+            continue
+        theirs_by = "initial_lr" if first and "initial_lr" in thunks else key
+        ours = group.get("initial_lr", group.get(key)) if first else group.get(key)
+        if kind_of(saved[theirs_by]) in LEAVES or not isinstance(ours, bool | int | float | tuple | list):
+            continue
+        theirs = thunks[theirs_by]() if theirs_by != key else thunk()
+        if type(theirs) in (int, float, bool, tuple, list) and theirs != ours:
+            yield f"{key} {theirs!r}{which} replaces {ours!r}"
 
 
 def _own_kind(present: Any) -> Any:
