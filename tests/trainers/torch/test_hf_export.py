@@ -18,6 +18,7 @@ from hf_trainer import Texts, model_of, padded
 import tenuto
 import tenuto.transformers
 from support.said import lines_said
+from tenuto.errors import UsageError
 
 IDS = torch.arange(3, 11).view(1, -1)
 
@@ -104,6 +105,27 @@ def test_an_export_is_read_back_by_transformers_or_says_what_that_does_not_find(
     done = subprocess.run([*command, "--rename", "wpe=positions"], check=True, capture_output=True, text=True)
     assert "from_pretrained does not find: transformer.wpe.weight" in done.stderr + done.stdout
     assert "read back by safetensors\n" in done.stdout
+
+
+def test_a_migrated_checkpoint_is_no_trainers_state_and_says_what_to_do(tmp_path: Path) -> None:
+    def made(place: str) -> transformers.Trainer:
+        quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_steps": 2}
+        arguments = transformers.TrainingArguments(str(tmp_path / place), max_steps=4, **quiet)
+        return transformers.Trainer(model_of("lm"), arguments, padded, train_dataset=Texts(16, 1))
+
+    made("out").train()
+    (tmp_path / "out" / "checkpoint-4").rename(tmp_path / "last")
+    command = [sys.executable, "-m", "tenuto", "migrate", str(tmp_path / "out"), str(tmp_path / "ck")]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    trainer = made("again")
+    tenuto.transformers.attach(trainer, tmp_path / "ck")
+    with pytest.raises(UsageError, match="has no state of a Trainer") as refused:
+        trainer.train()
+    assert "resume_from_checkpoint=" in str(refused.value.hint)
+    trainer = made("again")
+    tenuto.transformers.attach(trainer, tmp_path / "fresh")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert [one.step for one in tenuto.Repository(tmp_path / "fresh").checkpoints()] == [4]
 
 
 def test_an_adapter(tmp_path: Path) -> None:

@@ -170,6 +170,13 @@ class Attachment:
         opened = checkpointer.peek()
         if opened is None:
             return None
+        if not any(path.partition("/")[0] == "trainer" for path in opened.plain_paths()):
+            raise UsageError(
+                f"{opened.id} in {self.url} has no state of a Trainer as Tenuto saves it, as one that was imported",
+                subject=str(opened.id),
+                hint="attach the Trainer to an empty place, and resume once from its own directory: "
+                "trainer.train(resume_from_checkpoint='…/checkpoint-N'); from then on Tenuto resumes",
+            )
         found = dict(opened.plain("trainer"))
         found["state"] = progress.read_state(found["state"], str(opened.id))
         return found
