@@ -27,7 +27,7 @@ from tenuto.training.arguments import Settings
 from tenuto.training.logged_metrics import CarriedMetrics
 from tenuto.training.loops import Epochs, Steps
 from tenuto.training.pending_saves import LateMetricTrigger, PendingRequests
-from tenuto.training.preemption import PreemptionHandler, await_saves, warn_of_unsaved
+from tenuto.training.preemption import PreemptionHandler, await_saves, send_again, warn_of_unsaved
 from tenuto.training.resume import RunClaim
 from tenuto.training.saves import RunSaver
 from tenuto.training.session_probe import SessionProbe, known_proof, session_probe
@@ -36,6 +36,8 @@ from tenuto.training.stale_counts import StaleCounts
 from tenuto.training.uncounted import FirstSave, UncountedBatches, warn_of_epochs
 
 CLOSE_DEADLINE_S = 600.0
+REST_S = 10.0
+"""How long the rest of an epoch's body, an evaluation, may take once a signal has come: less than most give to leave."""
 GIVE_BACK_S = 20.0
 """The part of the time given to `close` that is reserved for giving the run back."""
 STOPPED = "stop() was called"
@@ -630,8 +632,8 @@ class TrainingSession:
     def _signal_came(self, name: str) -> None:
         """Acts on a signal, in the main thread between two instructions of the user's code, where no step is open. In a
         loop of the user's own it is not known where a step begins: the next `step_done` sees the signal, or `close`.
-        The rest of an epoch's body belongs to the last step, and is finished first; a second signal saves that step at
-        once, if nothing has changed the state."""
+        The rest of an epoch's body belongs to the last step, and is finished first; a second signal, or `REST_S`, saves
+        that step at once, if nothing has changed the state."""
         if self.saving.attempt is None:
             return
         in_step = self.open or (self._foreign_loop and self.loop is None)
@@ -640,6 +642,7 @@ class TrainingSession:
         if in_step or not self.saving.group.acts_at_once:
             return
         if in_rest and first:
+            send_again(name, REST_S)
             if self.unsaved:
                 with undisturbed:
                     self._requests.save(wait=True, between=True, reason=f"{name} came", mark=self._mark)

@@ -160,6 +160,20 @@ def test_a_second_signal_after_the_position_in_the_data_has_moved_on_saves_nothi
     assert steps_of(place) == []
 
 
+def test_an_evaluation_that_takes_longer_than_a_signal_leaves_is_not_waited_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_session, "REST_S", 0.05)
+
+    def evaluate() -> None:
+        ask()
+        threading.Event().wait(60)
+        pytest.fail("it leaves before the evaluation ends")
+
+    epochs(place, Stream(), after=evaluate)
+    assert steps_of(place) != []
+
+
 def model() -> dict[str, Any]:
     return {"model": torch.nn.Linear(50, 50), "steps": 0}
 
