@@ -40,7 +40,7 @@ test: setup
 # `pytest`.
 MORE = $(addprefix tests/,docs/test_code_blocks.py e2e/test_emergency_places.py e2e/test_risk.py e2e/test_run_nodes.py \
 	e2e/test_sealed_emergency_places.py multiprocess/test_encoded_restarts.py multiprocess/test_gather.py \
-	multiprocess/test_ranks_encoded_tier.py unit/cli/test_probe.py unit/codec/test_codecs.py unit/drill unit/encoding \
+	unit/cli/test_probe.py unit/codec/test_codecs.py unit/drill unit/encoding \
 	unit/history/test_catalog_cache.py unit/maintenance/test_interleavings.py unit/maintenance/test_shared_packs.py \
 	unit/supervisor/risk unit/training/test_tiers.py)
 test-more: setup

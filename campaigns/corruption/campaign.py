@@ -176,20 +176,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _main_of_repairs(arguments: list[str] | None, chosen: argparse.Namespace) -> int:
+    from campaigns.corruption.repair_bugs import REPAIR_BUGS, hunt
     from campaigns.corruption.repairs import run_repairs
 
     header, log = ResultHeader(MODULE, arguments, seed=chosen.seed, packages=PACKAGES), Progress()
+    bugs = [] if chosen.no_bugs else [hunt(bug, chosen.seed) for bug in REPAIR_BUGS]
     tally = run_repairs(chosen.cases, chosen.seed, seconds=chosen.seconds, log=log)
     log.end()
-    report = header.result(tally.json())
-    lines = [*report["violations"][:20]]
+    caught = sum(found.caught for found in bugs)
+    seeded = {"bugs_seeded": len(bugs), "bugs_caught": caught, "bugs": [asdict(found) for found in bugs]}
+    report = header.result({**tally.json(), **seeded})
+    lines = [f"MISSED: {found.name} ({found.breaks})" for found in bugs if not found.caught]
+    lines += report["violations"][:20]
     lines.append(
         f"{report['cases']:,} cases, {report['struck']:,} objects damaged, {report['repaired']:,} repaired, "
         f"{report['quarantined']:,} checkpoints quarantined, {report['violation_count']} violations; "
-        f"{report['seconds']} s, seed {report['seed']}"
+        f"{caught} of {len(bugs)} seeded bugs caught; {report['seconds']} s, seed {report['seed']}"
     )
     deliver(report, chosen.json, "\n".join(lines))
-    return 1 if tally.violations else 0
+    return 1 if tally.violations or caught < len(bugs) else 0
 
 
 def _main_of_forgeries(arguments: list[str] | None, chosen: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -40,9 +40,11 @@ from tenuto.model.ids import CheckpointId
 from tenuto.policy import every, keep
 from tenuto.policy.encoding import Encoding
 from tenuto.ranks.kv.in_process import InProcessKVStore, ThreadRanks
+from tenuto.repo.format.object_names import is_staged
 from tenuto.repo.notes import notes, verification_of
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Store
+from tenuto.store.contract import Bytes, Store
+from tenuto.store.local.store import LocalStore
 from tenuto.store.registry import open_store
 
 CHUNK: Final = 512
@@ -53,7 +55,8 @@ State = dict[str, Any]
 @dataclass
 class Redundancy:
     """One repository. places: directories that it lies in, the primary first; sources: of other copies, for `--from`.
-    full: whether one place alone can be damaged in any way without a loss. states: by step."""
+    full: whether one place alone can be damaged in any way without a loss. states: by step. lies: whether what a repair
+    puts there arrives altered."""
 
     name: str
     places: list[Path]
@@ -61,6 +64,9 @@ class Redundancy:
     sources: list[Path] = field(default_factory=list)
     states: dict[int, State] = field(default_factory=dict)
     objects: dict[Path, bytes] = field(default_factory=dict)
+    checked: set[str] = field(default_factory=set)
+    """The directories of the checkpoints that a repair looks at: not of what lies in the trash for nobody."""
+    lies: bool = False
 
     @property
     def primary(self) -> Path:
@@ -80,7 +86,8 @@ def _train(made: Redundancy, where: Any, source: np.random.Generator, *, steps: 
     """Saves `steps` checkpoints, of which one tensor never changes."""
     frozen = source.random(1500, np.float32)
     state = {**state_of(0, source), "frozen": frozen}
-    with tenuto.Checkpointer(where, state, save=every(steps=1), keep=keep.all(), on_error="raise", **settings) as ckpt:
+    settings = {"keep": keep.all(), **settings}
+    with tenuto.Checkpointer(where, state, save=every(steps=1), on_error="raise", **settings) as ckpt:
         for step in ckpt.steps(steps):
             new = state_of(step + 1, source)
             state["weights"][:], state["rounded"][:] = new["weights"], new["rounded"]
@@ -128,6 +135,41 @@ def _tiers(root: Path, source: np.random.Generator) -> Redundancy:
     made = Redundancy("tiers", [root / "fast", root / "slow"], full=True)
     _created(root / "fast")
     _train(made, tenuto.Tiers(tenuto.Tier(root / "fast"), tenuto.Tier(root / "slow")), source)
+    return made
+
+
+def _followed(root: Path, source: np.random.Generator) -> Redundancy:
+    """A tier keeps what the primary has only in its trash, for the data files that its newest one needs."""
+    made = Redundancy("followed", [root / "home", root / "slow"], full=True)
+    _created(root / "home")
+    tiers = tenuto.Tiers(tenuto.Tier(root / "home", keep=keep.latest(1)), tenuto.Tier(root / "slow", keep=keep.all()))
+    _train(made, tiers, source, encoding="dedupe")
+    return made
+
+
+def _set_back(root: Path, source: np.random.Generator) -> Redundancy:
+    """The same, and then the primary was set back and has trained on alone: under the same numbers its tier has another
+    line of training, of which the primary has the bases in its trash as well."""
+    made = Redundancy("set back", [root / "home", root / "slow"], full=False)
+    _created(root / "home")
+
+    def both() -> tenuto.Tiers:
+        return tenuto.Tiers(tenuto.Tier(root / "home"), tenuto.Tier(root / "slow"))
+
+    _train(made, both(), source, encoding="dedupe", steps=1)
+    shutil.copytree(root / "home", root / "earlier")
+    _train(made, both(), source, encoding="dedupe")
+    shutil.rmtree(root / "home")
+    (root / "earlier").rename(root / "home")
+    made.states.clear()
+    _train(made, root / "home", source, encoding="dedupe", keep=keep.latest(1))
+    return made
+
+
+def _lying(root: Path, source: np.random.Generator) -> Redundancy:
+    made = Redundancy("lying", [root / "home"], full=False, sources=[root / "backup"], lies=True)
+    _train(made, _created(root / "home"), source)
+    shutil.copytree(root / "home", root / "backup")
     return made
 
 
@@ -233,6 +275,9 @@ REDUNDANCIES: Final[Mapping[str, Callable[[Path, np.random.Generator], Redundanc
     "encoded": _encoded,
     "sealed": _sealed,
     "memory": _memory,
+    "followed": _followed,
+    "set back": _set_back,
+    "lying": _lying,
 }
 
 # --------------------------------------------------------------------------------------------------
@@ -296,6 +341,8 @@ def build(name: str, root: Path, seed: int) -> Redundancy:
     made = REDUNDANCIES[name](root, np.random.default_rng(seed))
     # One attempt of each is over, and nothing of it is going to change by itself.
     made.objects = {path: path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    with Sources.of(Repo.open(open_store(made.primary), report=lambda message: None), made.sources) as sources:
+        made.checked = {id.directory for id in plan_repair(sources).checked}
     return made
 
 
@@ -349,6 +396,7 @@ def strike(one: Redundancy, root: Path, source: random.Random, tally: RepairTall
         path
         for path in one.objects
         if any(path.is_relative_to(other) for other in ([place] if alone else one.places)) and _kind(path)
+        if _kind(path) == "attempt" or any(f"/{directory}/" in str(path) for directory in one.checked)
     ]
     struck: dict[Path, str] = {}
     for path in source.sample(found, min(count, len(found))):
@@ -359,7 +407,11 @@ def strike(one: Redundancy, root: Path, source: random.Random, tally: RepairTall
         beside = {"manifest": "begin.json", "begin": "manifest.json"}.get(kind)
         if beside is not None and path.with_name(beside) in struck:
             continue  # a directory of which both were another's was copied there, and is no checkpoint
-        others = [data for other, data in one.objects.items() if _kind(other) == kind and data != one.objects[path]]
+        others = [
+            data
+            for other, data in one.objects.items()
+            if _kind(other) == kind and data != one.objects[path] and _within(one, other) != _within(one, path)
+        ]
         data = CHANGES[change](one.objects[path], source, others)
         if data == one.objects[path]:
             continue
@@ -377,14 +429,18 @@ def strike(one: Redundancy, root: Path, source: random.Random, tally: RepairTall
     tally.violations += [f"{one.name} case {tally.cases}: {words}: {problem}" for problem in problems]
 
 
+def _within(one: Redundancy, path: Path) -> Path:
+    """What an object is called in its place."""
+    return next((path.relative_to(place) for place in one.places if path.is_relative_to(place)), path)
+
+
 def _is_a_removal(one: Redundancy, path: Path, kind: str) -> bool:
     """Returns whether deleting a file is what somebody may do: then nothing has to bring it back."""
     if path.is_relative_to(one.primary) and kind == "note":
         return True
     # Tiers and nodes keep what they like of what another place has; `tenuto replicate` brings what they lack.
-    return (one.name in ("tiers", "nodes") and kind == "pack") or (
-        one.name == "tiers" and path.is_relative_to(one.places[1])
-    )
+    followed = one.name in ("tiers", "followed", "set back")
+    return ((followed or one.name == "nodes") and kind == "pack") or (followed and path.is_relative_to(one.places[1]))
 
 
 def _kind(path: Path) -> str:
@@ -419,7 +475,8 @@ def _judge(
     try:
         with Sources.of(repo, one.sources) as sources:
             plan = plan_repair(sources)
-            report = execute(sources, plan)
+            with _altered_on_the_way() if one.lies else nullcontext():
+                report = execute(sources, plan)
     except TenutoError as error:
         yield f"the repair raises {type(error).__name__}: {error}"
         return
@@ -431,18 +488,41 @@ def _judge(
     tally.repaired += len(report.repaired)
     tally.quarantined += len(report.quarantined)
     changed = [path for path, data in one.objects.items() if not path.exists() or path.read_bytes() != data]
+    if one.name in ("followed", "set back"):  # where no copy has it, what begins a save is made anew from what it wrote
+        again = {Path(mended.place) / mended.name for mended in report.repaired}
+        changed = [path for path in changed if _kind(path) != "begin" or path not in struck or path not in again]
     if one.name == "memory":  # a manifest out of an image tells of other times than the one in the store
         changed = [path for path in changed if _kind(path) != "manifest" or path not in struck or not report.ok]
+    for mended in report.repaired:
+        path = Path(mended.place) / mended.name
+        if path in changed and path in one.objects:
+            yield f"{path.relative_to(root)} counts as repaired, and is not what was saved"
     for path in changed:
         if path not in struck:
             yield f"{path.relative_to(root)} was healthy, and is changed"
-    if any(".part-" in path.name or ".tmp-" in path.name for path in root.rglob("*")):
+    if not one.lies and any(".part-" in path.name or ".tmp-" in path.name for path in root.rglob("*")):
         yield "something staged is left"
     if one.full and alone and (changed or not report.ok):
         where = ", ".join(str(path.relative_to(root)) for path in changed)
         yield f"not whole again, although another place has everything: {where or report}"
     yield from _claims(one, repo, report, [path for path in changed if path.is_relative_to(one.primary)])
     yield from _contents(one)
+
+
+@contextmanager
+def _altered_on_the_way() -> Iterator[None]:
+    """What a repair puts under the name of an object arrives with another last byte, and the store says nothing."""
+    put = LocalStore.put_if_absent
+
+    def altering(store: LocalStore, name: str, content: Any, *, token: str) -> Any:
+        if token.startswith("repair-") and not is_staged(name) and not name.startswith("trash/"):
+            data = bytearray(b"".join(bytes(piece) for piece in content.pieces()))
+            data[-1] ^= 1
+            content = Bytes(bytes(data))
+        return put(store, name, content, token=token)
+
+    with mock.patch.object(LocalStore, "put_if_absent", altering):
+        yield
 
 
 def _claims(one: Redundancy, repo: Repo, report: RepairReport, changed: list[Path]) -> Iterator[str]:

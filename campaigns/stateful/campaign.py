@@ -33,6 +33,7 @@ from tenuto.maintenance import (
     remove,
     rename_run,
     repair,
+    repair_plan,
     retention,
     undelete,
     verify,
@@ -189,6 +190,14 @@ BUGS: Final = (
         "a missing manifest is a save that was cut off",
         lambda: mock.patch.object(lost.Witnesses, "lost", lambda self, id, known="": ""),
         ranks=False,
+    ),
+    Bug(
+        "a repair replaces what fits its own place's manifest",
+        lambda: mock.patch.object(repair_plan._Search, "_leave_out", lambda *rest: None),
+        ranks=False,
+    ),
+    Bug(
+        "a repair reads nothing back", lambda: mock.patch.object(repair, "_read_back", lambda *rest: None), ranks=False
     ),
     Bug("a repair puts nothing", lambda: mock.patch.object(repair, "_is_right", lambda one: True), ranks=False),
     Bug("a note goes to the latest", _noted_on_the_latest, ranks=False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from campaigns.corruption.repairs import run_repairs
 from campaigns.stateful.machine import Product
 from campaigns.stateful.world import Process
 from tenuto.maintenance import gc, repair
@@ -111,6 +112,14 @@ def _train(one: Product, encoding: Any, *, hours: Sequence[int], back: int = 0) 
         one.save(data=Drawn(one.alive[0]), count=1, hours=between, point=None)
 
 
+def followers_repaired() -> None:
+    """A tier keeps what the primary has only in its trash, of the same or of another line of training, and a store
+    alters what is put: a repair changes nothing that fits its own place's manifest, and counts nothing that it has not
+    read back."""
+    tally = run_repairs(6, 1, names=("followed", "set back", "lying"), log=lambda text: None)
+    assert not tally.violations, tally.violations[0]
+
+
 def run_directed() -> None:
     """Runs each of them; raises what contradicts the model."""
     for history in DIRECTED:
@@ -120,3 +129,4 @@ def run_directed() -> None:
             one.everything_matches_the_model()
         finally:
             one.teardown()
+    followers_repaired()

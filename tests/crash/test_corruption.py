@@ -16,6 +16,8 @@ from campaigns.corruption.faults import KINDS, draw, targets
 from campaigns.corruption.harmless import CHANGES, false_alarms, unharmed
 from campaigns.corruption.judge import judge, same
 from campaigns.corruption.peers import PEERS, flipped_bits
+from campaigns.corruption.repair_bugs import REPAIR_BUGS, RepairBug
+from campaigns.corruption.repair_bugs import hunt as hunt_repairs
 from campaigns.corruption.repairs import REDUNDANCIES, run_repairs
 from campaigns.corruption.shapes import SHAPES, build_shape
 from campaigns.corruption.units import Unit, run_unit, shape_of
@@ -160,3 +162,8 @@ def test_a_repair_that_believes_its_sources_is_caught(monkeypatch: pytest.Monkey
     monkeypatch.setattr(repair_pack, "differing", lambda chunks, digests, data: np.zeros(0, np.int64))
     tally = run_repairs(20, SEED, names=("neighbours", "backup"), log=lambda text: None)
     assert tally.violations
+
+
+@pytest.mark.parametrize("bug", REPAIR_BUGS[:2], ids=lambda bug: bug.name)  # others take longer
+def test_a_bug_of_a_repair_is_caught(bug: RepairBug) -> None:
+    assert hunt_repairs(bug, SEED).caught

@@ -135,6 +135,7 @@ def damage_of(repo: Repo, id: CheckpointId) -> str:
     but the bytes of its leaves is read. Empty where nothing is known against it."""
     found = inspect(repo, id)
     errors = [finding.message for finding in found.findings if finding.severity == "error" and finding.harms_restore]
+    errors += [finding.message for finding in found.findings if finding.severity == "unread"]
     if errors:
         return errors[0]
     return "the last `tenuto verify` found damage" if is_suspect(repo, id) else ""

@@ -30,7 +30,7 @@ from tenuto.engine.read.packs import open_pack
 from tenuto.engine.save.baseline import baseline_in
 from tenuto.engine.save.encoded_pack import Segment
 from tenuto.engine.save.job import stored_in
-from tenuto.engine.save.transcoder import TranscodedIndex, Transcoder, pack_names, rows_of
+from tenuto.engine.save.sealed_again import pack_names, sealed_again
 from tenuto.errors import (
     AlreadyExists,
     CheckpointNotFound,
@@ -46,7 +46,6 @@ from tenuto.maintenance.remove import is_suspect
 from tenuto.maintenance.tier_copies import fill_now
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Index, IndexEntry, Json, Manifest, PackEntry, Receipt
-from tenuto.policy.encoding import PLAIN
 from tenuto.record import record
 from tenuto.repo.bases import forked_from_others, usable_bases
 from tenuto.repo.commit import begin, commit, put_index, put_object
@@ -63,6 +62,8 @@ from tenuto.repo.replicated.places import home_of
 from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.unfinished import abort, free
 from tenuto.seal.cipher import Identity, PackSealer
+from tenuto.sharding.slices import Region
+from tenuto.state.contract import Buffer
 from tenuto.store.contract import Where
 from tenuto.store.registry import open_store
 from tenuto.store.wrappers.delegating import Counted
@@ -305,7 +306,7 @@ class CheckpointCopier:
         ]
         packs = [pack for _, contents in made for pack in contents]
         one.names = [*(pack.file for pack in packs), *(entry.name for entry in manifest.tables)]
-        one.names += (name for index, _ in made if self._seals_again(index) for name in pack_names(index, ""))
+        one.names += (name for index, _ in made if self._seals_again(index) for name in pack_names(index))
         bases = tuple(sorted({source, *manifest.bases})) if self._shares else ()
         begin(self._attempt, step, manifest.save_id, one.names, bases=bases)
         if self._shares and usable_bases(self._target, id, bases, through=source) != bases:
@@ -395,9 +396,13 @@ class CheckpointCopier:
         def seal(file: str, start: int) -> PackSealer:
             return keys.new_pack(Identity(target.id, save_id, f"{id.directory}/{file}"), start=start)
 
+        def read(row: int, start: int, out: Buffer) -> None:
+            part = Region(start, (len(out),), (1,), (False,), (len(out),))
+            reader.read(row, index.specs[row].path, part, 1, out)
+
         reader = LazyReader(source, one.source, source.table(source.manifest(one.source), index.rank))
         try:
-            return TranscodedIndex(Transcoder(PLAIN), index, rows_of(reader, index), put, token="", seal=seal).run()[0]
+            return sealed_again(index, read, put, seal)
         finally:
             reader.close()
 

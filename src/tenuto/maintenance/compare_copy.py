@@ -21,17 +21,17 @@ from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.replicated.places import home_of
 from tenuto.repo.replicated.replicated_store import ReplicatedStore
 from tenuto.repo.repository import Repo
-from tenuto.store.contract import Store
+from tenuto.store.contract import Store, is_inconclusive
 
-Kind = Literal["behind", "missing", "damaged", "diverged"]
+Kind = Literal["behind", "missing", "damaged", "diverged", "unread"]
 BEHIND = 24
-"""The exit status where a copy lacks checkpoints and nothing else is wrong with it."""
+"""The exit status where a copy lacks checkpoints or names, and nothing else is wrong with it."""
 
 
 @record
 class CopyProblem:
     """behind: not copied yet. missing: an object of a checkpoint that the copy has. damaged: not what was saved.
-    diverged: undamaged, and other than in the original."""
+    diverged: undamaged, and other than in the original. unread: its store did not let it be read, so nobody can say."""
 
     kind: Kind
     id: CheckpointId | None
@@ -57,6 +57,12 @@ class CopyCheck:
         return len({problem.object for problem in self.problems if problem.kind == "behind" and problem.id is not None})
 
     @property
+    def names_behind(self) -> int:
+        """Returns how many objects of no checkpoint are not copied yet: claims, versions of tags, pins and holds,
+        proofs, keys."""
+        return len({problem.object for problem in self.problems if problem.kind == "behind" and problem.id is None})
+
+    @property
     def damaged(self) -> tuple[str, ...]:
         """Returns the objects of the copy that are missing or damaged."""
         return tuple(one.object for one in self.problems if one.kind in ("missing", "damaged"))
@@ -66,7 +72,9 @@ class CopyCheck:
         kinds = {problem.kind for problem in self.problems}
         if kinds & {"missing", "damaged"}:
             return CorruptionError.exit_code
-        return CopyDiverged.exit_code if "diverged" in kinds else BEHIND if kinds else 0
+        if "diverged" in kinds:
+            return CopyDiverged.exit_code
+        return StoreError.exit_code if "unread" in kinds else BEHIND if kinds else 0
 
 
 def check_copy(
@@ -149,7 +157,7 @@ class _Check:
                 self._add("diverged", None, name, f"{self.plan.where} has no such attempt")
             return
         except (CorruptionError, StoreError) as error:
-            self._add("damaged", id, name, error.message)
+            self._add("unread" if is_inconclusive(error) else "damaged", id, name, error.message)
             return
         if copied == original:
             return
@@ -164,6 +172,8 @@ class _Check:
             scan(found, on_bytes=self._advance, threads=scan_threads(self.copy))
         self.bytes_read += found.bytes_read
         for finding in found.findings:
+            if finding.severity == "unread":
+                self._add("unread", id, finding.object or id.manifest, finding.message)
             if finding.severity == "error":
                 name = finding.object or id.manifest
                 where = "" if finding.offset is None else f" (byte {finding.offset})"

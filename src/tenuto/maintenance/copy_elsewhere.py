@@ -161,9 +161,8 @@ class _Copying(PlaceCopy):
                     failed.append(error)
                     if isinstance(error, StoreFull):
                         break
-            for name in self.plan.small:
-                if not name.startswith((object_names.RUNS, object_names.KEYS)):
-                    self._guarded(failed, self._bring_name, name)
+            for lacking in self._names().items():
+                self._guarded(failed, self._bring_names, lacking)
             for id in self.plan.parts:
                 if not self._is_known_here(id):
                     self._guarded(failed, self._withdraw, id)
@@ -273,17 +272,35 @@ class _Copying(PlaceCopy):
         self._there[name] = len(data)
         return there != data
 
-    def _bring_name(self, name: str) -> None:
-        """Copies a ref or a proof. A ref follows what it names: the copy never points at what it does not have."""
-        if name.startswith("refs/"):
-            try:
-                data = self.repo.store.get(name, limit=objects.SMALL)
-            except ObjectNotFound:
-                return
-            to = objects.decode("ref", name, data, self.repo.id).checkpoint("to")
-            if to is not None and to.manifest not in self._there:
-                return
-        self.send(name)
+    def _names(self) -> dict[str, list[int]]:
+        """Returns the versions of refs, and the proofs, that the copy lacks: the numbers by directory, newest first."""
+        found: dict[str, list[int]] = {}
+        for name in self.plan.small:
+            if not name.startswith((object_names.RUNS, object_names.KEYS)):
+                directory, _, file = name.rpartition("/")
+                found.setdefault(directory, []).append(object_names.parse_numbered(file) or 0)
+        return {directory: sorted(numbers, reverse=True) for directory, numbers in found.items()}
+
+    def _bring_names(self, lacking: tuple[str, list[int]]) -> None:
+        """Copies the versions of a ref up to the newest that names what is there, that one first; or proofs. So the
+        copy never points at what it does not have, and what earlier versions named, which may be gone, leaves no
+        gap."""
+        directory, numbers = lacking
+        known = self.place.children(directory).objects if directory.startswith("refs/") else ()
+        newest = max((object_names.parse_numbered(file) or 0 for file in known), default=0)
+        for number in numbers:
+            name = object_names.numbered(directory, number)
+            if number < newest or not directory.startswith("refs/") or self._names_what_is_there(name):
+                self.send(name)
+                newest = max(newest, number)
+
+    def _names_what_is_there(self, ref: str) -> bool:
+        try:
+            data = self.repo.store.get(ref, limit=objects.SMALL)
+        except ObjectNotFound:
+            return False
+        to = objects.decode("ref", ref, data, self.repo.id).checkpoint("to")
+        return to is None or to.manifest in self._there
 
     def _bring_keys(self, name: str) -> None:
         """Copies a key ring, then removes the older ones there: slots that were removed here open them."""

@@ -26,12 +26,13 @@ from tenuto.repo.replicated.places import home_of
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Entry, leftovers_of
 
-Severity = Literal["error", "info"]
+Severity = Literal["error", "unread", "info"]
 
 
 @record
 class Finding:
-    """One thing that is damaged, missing (`error`), or unusual and harmless (`info`)."""
+    """One thing that is damaged or missing (`error`), that its store did not let be read, so that nobody can judge it
+    (`unread`), or that is unusual and harmless (`info`)."""
 
     id: CheckpointId | None
     severity: Severity
@@ -181,6 +182,8 @@ def _refs(repo: Repo, census: Census, named: dict[CheckpointId, str]) -> Iterato
         rows.setdefault(directory, []).append(object_names.parse_numbered(file) or 0)
     for directory, there in rows.items():
         yield from numbered_findings(repo, directory, there)
+    member = member_in(home_of(repo.store))
+    filled = member is not None and (member.copy or member.follows)  # with names first, and not with every checkpoint
     for kind in KINDS:
         for name in {directory.split("/")[2] for directory in rows if directory.startswith(f"refs/{kind}/")}:
             try:
@@ -188,6 +191,10 @@ def _refs(repo: Repo, census: Census, named: dict[CheckpointId, str]) -> Iterato
             except (CorruptionError, UsageError):
                 continue
             if id is not None and not repo.exists(id):
+                if filled:
+                    message = f"names {id}, which this place does not have"
+                    yield Finding(None, "info", message, object=f"refs/{kind}/{name}", harms_restore=False)
+                    continue
                 yield _error(f"refs/{kind}/{name}", f"names {id}, which is not there")
                 named[id] = f"{kind} {name!r} names it"
 

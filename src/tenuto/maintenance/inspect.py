@@ -29,10 +29,10 @@ from tenuto.errors import (
     TenutoError,
     typed,
 )
-from tenuto.maintenance.encoded_copy import is_whole_in
 from tenuto.maintenance.findings import Finding, numbered_findings
 from tenuto.maintenance.reading import PartRead
 from tenuto.maintenance.replica_tidy import targets
+from tenuto.maintenance.shared_packs import has_another
 from tenuto.model import canonical_json
 from tenuto.model.ids import CheckpointId
 from tenuto.model.leaf import dtype
@@ -45,11 +45,18 @@ from tenuto.repo.format.shard_table import BoxTable, check_rank, saved_boxes
 from tenuto.repo.format.small_records import decode_begin, read_attempt
 from tenuto.repo.notes import notes
 from tenuto.repo.refs import numbers
-from tenuto.repo.replicated.places import all_places, copies_of, describe_missing_pack, followers_of, unreachable
+from tenuto.repo.replicated.places import (
+    all_places,
+    describe_missing_pack,
+    followers_of,
+    places_in_order,
+    unreachable,
+)
+from tenuto.repo.replicated.replica import is_there
 from tenuto.repo.repository import Repo
 from tenuto.sharding.coverage import check_coverage
 from tenuto.state.tree import leaf_paths
-from tenuto.store.contract import Store
+from tenuto.store.contract import Store, is_inconclusive
 from tenuto.units import count
 
 # --------------------------------------------------------------------------------------------------
@@ -77,6 +84,8 @@ class Scan:
         self._chunks = ChunkMap.of(index)
         self._buffers = AlignedBuffers()
         self._packs: dict[int, OpenPack] = {}
+        self._unread: dict[int, str] = {}
+        """The packs that the store does not let be read any more, and why."""
 
     def run(self, usable: set[int], threads: int, part: PartRead | None = None) -> list[Finding]:
         """Scans the packs numbered in `usable` (present, and as long as they should be). `part`: only what of them has
@@ -88,6 +97,9 @@ class Scan:
                     name = self._name(number)
                     self._packs[number] = OpenPack(name, self._store.open(name), None)
                 except StoreError as error:
+                    if is_inconclusive(error):
+                        self._unread[number] = error.message
+                        continue
                     found.append(
                         Finding(self._id, "error", f"cannot be opened: {error.message}", object=self._name(number))
                     )
@@ -103,7 +115,10 @@ class Scan:
         finally:
             for pack in self._packs.values():
                 pack.close()
-        return [*found, *self._by_leaf([*bad, *self._of_copies(bad)])]
+        unread = [not_read(self._id, message, self._name(number)) for number, message in self._unread.items()]
+        if unread and part is not None:
+            part.complete = False
+        return [*found, *unread, *self._by_leaf([*bad, *self._of_copies(bad)])]
 
     def _place(self, number: int) -> str:
         return f"{self._store.url} {self._name(number)}"
@@ -128,6 +143,8 @@ class Scan:
                 assert part is not None, "only a pace ends early"
                 part.complete = False
                 break
+            if piece.pack in self._unread:
+                continue
             bad += faults
             if part is not None:
                 part.read(self._place(piece.pack), piece.stop, piece.stop - piece.start)
@@ -139,9 +156,14 @@ class Scan:
     def _piece(self, piece: ChunkRun) -> list[Fault]:
         """Returns the damaged chunks of a piece: leaf, pack, offset, and the problem."""
         chunks = piece.chunks
+        if piece.pack in self._unread:
+            return []
         try:
             data = self._buffers.fetch(self._packs[piece.pack], piece.start, piece.stop)
         except (CorruptionError, StoreError) as error:
+            if is_inconclusive(error):
+                self._unread.setdefault(piece.pack, error.message)
+                return []
             if len(chunks) > 1:
                 # Somewhere in it: splitting finds the chunk that cannot be read, and checks the others.
                 return [fault for part in split_run(piece) for fault in self._piece(part)]
@@ -234,6 +256,8 @@ class Inspection:
     """Packs that may lie on a node that is not found from here."""
     lacking: Counter[str] = field(default_factory=Counter)
     """How many objects each mirror lacks."""
+    apart: Sequence[Store] = ()
+    """Places that have another checkpoint under this name."""
     objects: int = 0
     bytes_read: int = 0
 
@@ -242,9 +266,22 @@ class Inspection:
     ) -> None:
         self.findings.append(Finding(self.id, "error", message, leaf, name, offset, harms))
 
+    def failed(self, error: TenutoError, name: str, *, prefix: str = "", harms: bool = True) -> None:
+        """Adds what reading an object has come to: it is damaged or missing, or its store does not say."""
+        if is_inconclusive(error):
+            self.findings.append(not_read(self.id, prefix + error.message, name))
+        else:
+            self.error(prefix + _words(error), name, harms=harms)
+
     @property
     def harmed(self) -> bool:
-        return any(finding.severity == "error" and finding.harms_restore for finding in self.findings)
+        """Whether it is not known that all of it can be restored."""
+        return any(one.severity == "unread" or (one.severity == "error" and one.harms_restore) for one in self.findings)
+
+
+def not_read(id: CheckpointId, why: str, name: str) -> Finding:
+    """Returns the finding of an object whose store did not let it be read."""
+    return Finding(id, "unread", f"could not be read, and is not judged: {why}", object=name, harms_restore=False)
 
 
 def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> Inspection:
@@ -252,16 +289,19 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
     not in its place."""
     # A tier gets and keeps what its settings say: neither what it passed over nor what is removed is lacking there.
     passing = [place for place in followers_of(repo.store) if manifest is not None or not _has_begun(place, id)]
-    mirrors = [place for place in targets(repo) if place not in passing and not is_whole_in(repo, place, id)]
-    found = Inspection(id, mirrors if len(mirrors) > 1 else ())
+    mirrors = [place for place in targets(repo) if place not in passing]
+    found = Inspection(id)
     try:
         found.manifest = repo.manifest(id) if manifest is None else manifest
     except FormatTooNew:
         raise
     except UNREADABLE as error:
-        found.error(_words(error), id.manifest)
+        found.failed(error, id.manifest)
         return found
     found.objects += 1
+    found.apart = _apart(repo, found, found.manifest)
+    mirrors = [place for place in mirrors if place not in found.apart]
+    found.mirrors = mirrors if len(mirrors) > 1 else ()
     _read_indexes(repo, found, found.manifest)
     _check_copies(repo, found, found.manifest)
     for url, lacking in found.lacking.items():
@@ -274,6 +314,20 @@ def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> I
     _read_small(repo, found, name, lambda data: read_attempt(repo.decode("attempt", name, data), id.run, id.attempt))
     _check_notes(repo, found)
     return found
+
+
+def _apart(repo: Repo, found: Inspection, manifest: Manifest) -> list[Store]:
+    """Returns the places that have another checkpoint under this name, as of another line of training."""
+    apart = []
+    for place in [*all_places(repo.store)[1:], *followers_of(repo.store)]:
+        try:
+            if has_another(repo, place, manifest):
+                apart.append(place)
+                message = f"{place.url} has another checkpoint under this name, which is not judged by this one"
+                found.findings.append(Finding(found.id, "info", message, harms_restore=False))
+        except StoreError as error:
+            found.failed(error, found.id.manifest, prefix=f"in {place.url}: ")
+    return apart
 
 
 def _has_begun(tier: Store, id: CheckpointId) -> bool:
@@ -290,7 +344,7 @@ def _has_begun(tier: Store, id: CheckpointId) -> bool:
 def _check_copies(repo: Repo, found: Inspection, manifest: Manifest) -> None:
     """Compares the copies of the manifest, the indexes and the table of parts in other places, byte for byte. A node's
     own place has the indexes of its own ranks; a mirror has all."""
-    others = all_places(repo.store)[1:]
+    others = [store for store in all_places(repo.store)[1:] if store not in found.apart]
     if not others:
         return
     wanted = [(f"{found.id.directory}/{entry.name}", entry.length, entry.digest) for entry in manifest.tables]
@@ -304,13 +358,11 @@ def _check_copies(repo: Repo, found: Inspection, manifest: Manifest) -> None:
             try:
                 if digest(store.get(name, limit=length)) == expected:
                     continue
-                message = "is not what it has to be"
+                found.error(f"in {store.url}: is not what it has to be", name, harms=False)
             except ObjectNotFound:
                 found.lacking[store.url] += store in found.mirrors
-                continue
             except UNREADABLE as error:
-                message = _words(error)
-            found.error(f"in {store.url}: {message}", name, harms=False)
+                found.failed(error, name, prefix=f"in {store.url}: ", harms=False)
 
 
 def _read_indexes(repo: Repo, found: Inspection, manifest: Manifest) -> None:
@@ -343,7 +395,7 @@ def _read_boxes(repo: Repo, found: Inspection, manifest: Manifest) -> BoxTable |
     except FormatTooNew:
         raise
     except (*UNREADABLE, StateError) as error:
-        found.error(_words(error), name)
+        found.failed(error, name)
         return None
     found.objects += 1
     found.bytes_read += manifest.boxes.length
@@ -364,7 +416,7 @@ def _read_index(repo: Repo, found: Inspection, manifest: Manifest, rank: int, bo
     except FormatTooNew:
         raise
     except UNREADABLE as error:
-        found.error(_words(error), name)
+        found.failed(error, name)
         return None
     try:
         check_rank(boxes, table, f"{found.id.directory}/{manifest.boxes.name}")
@@ -389,28 +441,47 @@ def _pack_copies(repo: Repo, found: Inspection, index: Index, number: int) -> li
     """Returns the copies of one pack whose leaves are worth reading. Damage of one copy does no harm while another is
     intact."""
     name = index.packs[number].object_name(found.id)
-    stores = copies_of(repo.store, name)
+    stores: list[Store] = []
+    unread: list[Store] = []
+    for store in places_in_order(repo.store, name):
+        try:
+            if store not in found.apart and is_there(store, name):
+                stores.append(store)
+        except StoreError as error:
+            unread.append(store)
+            found.failed(error, name, prefix=f"in {store.url}: ")
+    if not stores and unread:
+        return []
     if not stores and unreachable(repo.store):
         found.unseen.append(name)
         return []
-    found.lacking.update(store.url for store in found.mirrors if store not in stores)
+    found.lacking.update(store.url for store in found.mirrors if store not in (*stores, *unread))
     stores = stores or [repo.store]
     checks = [check_pack(store, found.id, index, number) for store in stores]
     copies = [
         PackCopy(store, bool(check.findings), f"in {store.url}: " if len(stores) > 1 else "")
         for store, check in zip(stores, checks, strict=True)
     ]
-    _take(found, copies, [check.findings for check in checks])
+    _take(found, copies, [check.findings for check in checks], unread=bool(unread))
     found.objects += sum(check.read for check in checks)
     found.bytes_read += sum(check.read for check in checks) * index.packs[number].header_length
     return [copy for copy, check in zip(copies, checks, strict=True) if check.readable]
 
 
-def _take(found: Inspection, copies: Sequence[PackCopy], findings: Sequence[Sequence[Finding]]) -> None:
-    """Adds the findings of the copies of one pack. They harm if no intact copy is left."""
-    harms = all(copy.flawed or some for copy, some in zip(copies, findings, strict=True))
+def _take(
+    found: Inspection, copies: Sequence[PackCopy], findings: Sequence[Sequence[Finding]], *, unread: bool = False
+) -> None:
+    """Adds the findings of the copies of one pack. They harm if no intact copy is left, and none that is not judged.
+    `unread`: whether there may be one more that is not."""
+    harms = not unread and all(
+        (copy.flawed or some) and not any(one.severity == "unread" for one in some)
+        for copy, some in zip(copies, findings, strict=True)
+    )
     for copy, some in zip(copies, findings, strict=True):
-        found.findings += [replace(one, message=copy.prefix + one.message, harms_restore=harms) for one in some]
+        found.findings += [
+            replace(one, message=copy.prefix + one.message, harms_restore=harms and one.severity == "error")
+            for one in some
+        ]
 
 
 @dataclass(slots=True)
@@ -444,7 +515,10 @@ def check_pack(store: Store, id: CheckpointId, index: Index, number: int) -> Pac
         wrong("is missing", _first_leaf(index, number))
         return check
     except UNREADABLE as error:
-        wrong(_words(error), _first_leaf(index, number))
+        if is_inconclusive(error):
+            check.findings.append(not_read(id, error.message, name))
+        else:
+            wrong(_words(error), _first_leaf(index, number))
         return check
     check.read = check.readable = True
     if digest(block) != pack.header_digest:
@@ -528,7 +602,7 @@ def _read_small(repo: Repo, found: Inspection, name: str, decode: Callable[[byte
     except FormatTooNew:
         raise
     except UNREADABLE as error:
-        found.error(_words(error), name, harms=False)
+        found.failed(error, name, harms=False)
         return None
     found.objects += 1
     return read
@@ -541,7 +615,7 @@ def _check_notes(repo: Repo, found: Inspection) -> None:
     try:
         found.objects += len(notes(repo, found.id))
     except StoreError as error:
-        found.error(_words(error), error.subject or directory, harms=False)
+        found.failed(error, error.subject or directory, harms=False)
 
 
 def _words(error: TenutoError) -> str:

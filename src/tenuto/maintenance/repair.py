@@ -1,5 +1,9 @@
 """Repair: puts what was saved back in place of what is damaged, from wherever its bytes still lie.
 
+An object that fits its own place's manifest is never replaced: where a place has another manifest of a checkpoint, as
+of another line of training, the plan leaves that place out (`repair_plan`). What was put counts as repaired once it was
+read back from its place and compared.
+
 An object is never without its bytes: what repairs it is put beside it first, every byte verified, and the damaged one
 goes only then. A repair that is cut off there is completed by the next one, which finds those bytes (`Sources.twins`).
 A manifest lies in the trash meanwhile, so that nobody takes its checkpoint for a save that never ended. A checkpoint
@@ -22,7 +26,6 @@ from tenuto.engine.read.opened import open_checkpoint
 from tenuto.errors import AlreadyExists, CheckpointNotFound, CorruptionError, ObjectNotFound, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import census_of
-from tenuto.maintenance.encoded_copy import encode_again
 from tenuto.maintenance.marks import store_now
 from tenuto.maintenance.repair_plan import EVERYTHING, Mending, RepairPlan
 from tenuto.maintenance.repair_sources import Sources
@@ -35,11 +38,11 @@ from tenuto.repo.format import object_names
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.format.object_names import STAGED
 from tenuto.repo.notes import notes, verification_of
-from tenuto.repo.replicated.places import home_of, reporting_to
-from tenuto.repo.replicated.replica import exists
+from tenuto.repo.replicated.places import followers_of, home_of, reporting_to
+from tenuto.repo.replicated.replica import exists, is_there
 from tenuto.repo.repository import Repo
 from tenuto.repo.tombstones import is_tombstoned
-from tenuto.store.contract import Bytes, Content, Store, time_of
+from tenuto.store.contract import Bytes, Content, Store, is_unreadable, time_of
 
 LEAVES_NAMED: Final = 8
 """Lost leaves that a report names; of more it has the number."""
@@ -153,17 +156,15 @@ def _mend(repo: Repo, one: Mending) -> bool:
     """Puts an object in its place again. Returns False where its checkpoint was removed meanwhile."""
     store, token = one.store, f"repair-{secrets.token_hex(8)}"
     assert store is not None
-    if one.kind == "copy":
-        assert one.id is not None
-        return encode_again(repo, store, one.id)
     content: Content = Bytes(one.data) if one.data is not None else _Recipe(one)
     if one.kind == "manifest":
         assert one.id is not None and one.data is not None
-        return _mend_manifest(repo, store, one.id, one.data, token, missing=one.missing)
+        return _mend_manifest(repo, one, one.id, one.data, token)
     if _is_right(one):
         return True
     if one.missing:
         _put(store, one, content, token)
+        _read_back(one)
     else:
         staged = f"{one.name}{STAGED}{secrets.token_hex(8)}"
         try:
@@ -176,12 +177,7 @@ def _mend(repo: Repo, one: Mending) -> bool:
             store.delete([one.name])
             crashpoint("damaged object removed, repaired one not yet in its place")
             _put(store, one, _Stored(store, staged, content.length), token)
-            if not _is_right(one):
-                raise CorruptionError(
-                    f"{one.name} in {one.place} was put, and reads otherwise: {staged} beside it has what was saved",
-                    subject=one.name,
-                    object=one.name,
-                )
+            _read_back(one, f": {staged} beside it has what was saved")
         crashpoint("repaired object in its place, staged one still there")
         store.delete([staged])
     if one.id is None or _is_wanted(repo, one.id):
@@ -199,38 +195,64 @@ def _put(store: Store, one: Mending, content: Content, token: str) -> None:
 
 
 def _is_right(one: Mending) -> bool:
-    """Returns whether the object is in its place by now, as it has to be: another repair may have been faster."""
+    """Reads the object in its place. Returns whether it is there, as it has to be: another repair may have been faster.
+    Raises StoreError where the store does not say."""
     assert one.store is not None
-    if one.recipe is not None:
-        return one.recipe.is_whole()
-    assert one.data is not None
     try:
+        if one.recipe is not None:
+            return one.recipe.is_whole()
+        assert one.data is not None
         return one.store.get(one.name, limit=len(one.data)) == one.data
-    except (CorruptionError, StoreError):
+    except (CorruptionError, ObjectNotFound):
+        return False
+    except StoreError as error:
+        if not is_unreadable(error):
+            raise
         return False
 
 
+def _read_back(one: Mending, more: str = "") -> None:
+    """Reads what was put, in its place, before it counts as repaired. Raises CorruptionError where it is not what was
+    saved, and StoreError where it cannot be read."""
+    try:
+        right = _is_right(one)
+    except StoreError as error:
+        error.message = f"{one.name} in {one.place} was put, and could not be read back: {error.message}"
+        raise
+    if not right:
+        raise CorruptionError(
+            f"{one.name} in {one.place} was put, and reads otherwise{more}", subject=one.name, object=one.name
+        )
+
+
 def _is_wanted(repo: Repo, id: CheckpointId) -> bool:
-    """Returns whether the checkpoint is there, or lies in the trash, whence it can come back."""
-    return repo.exists(id) or census_of(repo, id).state == "removed"
+    """Returns whether the checkpoint is there, or lies in the trash, whence it can come back, or for others."""
+    if repo.exists(id):
+        return True
+    trash = repo.store.children(object_names.trash_directory(id)).objects
+    return bool(trash) and not is_there(home_of(repo.store), id.manifest)  # what was freed has an aborted mark there
 
 
-def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, token: str, *, missing: bool) -> bool:
+def _mend_manifest(repo: Repo, one: Mending, id: CheckpointId, data: bytes, token: str) -> bool:
     """Replaces a manifest. While its name is free its copy lies in the trash: a claim takes the checkpoint for removed
     then, not for a save that never ended, and `tenuto undelete` brings it back if this process dies there."""
+    store = one.store
+    assert store is not None
     if store is not repo.store and store.url != repo.store.url:
-        home = home_of(repo.store)
-        if not _has(home, id.manifest):
+        home, begin = home_of(repo.store), object_names.begin_name(id)
+        keeps = any(store is one for one in followers_of(repo.store))  # also what the home has removed
+        if not is_there(store if keeps else home, begin if keeps else id.manifest):
             return False
         store.delete([id.manifest])
         crashpoint("damaged manifest removed from another place, repaired one not yet there")
         _put_manifest(store, id, data, token)
-        wanted = _has(home, id.manifest)
+        _read_back(one)
+        wanted = is_there(store if keeps else home, begin if keeps else id.manifest)
         if not wanted:  # whoever removes it may have passed here already
             store.delete([id.manifest])
         return wanted
-    if missing:
-        return _put_lost(repo, store, id, data, token)
+    if one.missing:
+        return _put_lost(repo, one, id, data, token)
     if not repo.exists(id):
         return False
     trash, begin = object_names.trash_directory(id), object_names.begin_name(id)
@@ -242,6 +264,7 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
     crashpoint("damaged manifest removed, repaired one not yet in its place")
     _put_manifest(store, id, data, token)
     store.settle(id.manifest)
+    _read_back(one)
     # A removal that has come between leaves a tombstone, its own copy in the trash, or nothing of the save.
     removed = is_tombstoned(repo, id) or {entry.name for entry in repo.store.walk(trash)} - before - {copy}
     if removed or (begun and not exists(store, begin)):
@@ -250,13 +273,16 @@ def _mend_manifest(repo: Repo, store: Store, id: CheckpointId, data: bytes, toke
     return repo.exists(id)
 
 
-def _put_lost(repo: Repo, store: Store, id: CheckpointId, data: bytes, token: str) -> bool:
+def _put_lost(repo: Repo, one: Mending, id: CheckpointId, data: bytes, token: str) -> bool:
     """Puts the manifest of a checkpoint that has lost it, unless that was removed meanwhile."""
+    store = one.store
+    assert store is not None
     if not repo.exists(id):
         if not census_of(repo, id).lost:
             return False
         _put_manifest(store, id, data, token)
         store.settle(id.manifest)
+        _read_back(one)
         gone = not exists(store, object_names.begin_name(id)) or is_tombstoned(repo, id)
         if gone:  # a removal has come between
             store.delete([id.manifest])
@@ -269,15 +295,6 @@ def _put_manifest(store: Store, id: CheckpointId, data: bytes, token: str) -> No
     except AlreadyExists:  # another repair was faster
         if store.get(id.manifest, limit=MAX_MANIFEST) != data:
             raise
-
-
-def _has(store: Store, name: str) -> bool:
-    """Returns whether an object is there. Raises StoreError where the store does not say."""
-    try:
-        store.stat(name)
-    except ObjectNotFound:
-        return False
-    return True
 
 
 class _Recipe:

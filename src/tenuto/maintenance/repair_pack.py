@@ -226,20 +226,17 @@ class PackRecipe:
                 yield data.data
 
     def is_whole(self) -> bool:
-        """Returns whether the object in its place is what was saved by now: another repair may have been faster."""
+        """Reads the object in its place. Returns whether it is what was saved. Raises what reading its header does."""
         entry = self.index.packs[self.number]
         digests = ChunkMap.of(self.index).stored_digests
-        try:
-            with self.target.open(self.name) as reader:
-                block = np.empty(entry.header_length, np.uint8)
-                if reader.length != entry.length:
-                    return False
-                reader.read_into(0, block.data)
-                return digest(block) == entry.header_digest and all(
-                    _whole_chunks(reader, run, digests).all() for run in self.runs
-                )
-        except (CorruptionError, StoreError):
-            return False
+        with self.target.open(self.name) as reader:
+            block = np.empty(entry.header_length, np.uint8)
+            if reader.length != entry.length:
+                return False
+            reader.read_into(0, block.data)
+            return digest(block) == entry.header_digest and all(
+                _whole_chunks(reader, run, digests).all() for run in self.runs
+            )
 
 
 def _whole_chunks(reader: Reader, run: ChunkRun, digests: Array) -> Array:

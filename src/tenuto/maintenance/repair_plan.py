@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field
 from functools import partial
@@ -14,30 +14,30 @@ from tenuto.engine.read.chunk_reader import scan_threads
 from tenuto.errors import CheckpointNotFound, CorruptionError, FormatTooNew, ObjectNotFound, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
 from tenuto.maintenance.census import census_of, take_census
-from tenuto.maintenance.encoded_copy import resting_on
-from tenuto.maintenance.inspect import Scan, check_pack, inspect, scan
+from tenuto.maintenance.inspect import Scan, check_pack
 from tenuto.maintenance.repair_pack import PackRecipe
 from tenuto.maintenance.repair_sources import Sources
-from tenuto.maintenance.tables_again import Found, index_again, manifest_again
+from tenuto.maintenance.shared_packs import is_another, manifest_of
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, IndexEntry, Json, Manifest
 from tenuto.record import record
-from tenuto.repo.encoded_places import is_encoded_in
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.index import MAX_INDEX, decode_table
 from tenuto.repo.format.manifest import MAX_MANIFEST, Aborted, decode_manifest
 from tenuto.repo.format.small_records import Begin, decode_attempt, decode_begin, encode_begin
 from tenuto.repo.identity import NAMES, decode, read_identity
 from tenuto.repo.notes import FORGOTTEN
+from tenuto.repo.ownership.lease import read_last
 from tenuto.repo.refs import KINDS, is_name, numbers
 from tenuto.repo.replicated.members import node_of
-from tenuto.repo.replicated.places import all_places, home_of, reporting_to, unreachable
+from tenuto.repo.replicated.places import all_places, followers_of, home_of, reporting_to, unreachable
 from tenuto.repo.repository import Repo, now_text
 from tenuto.state.tree import leaf_paths
 from tenuto.store.contract import Entry, Store, is_leftover, is_unreadable
 
-Kind = Literal["manifest", "table", "pack", "begin", "attempt", "note", "ref", "repository", "copy"]
-"""copy: all of a checkpoint in a tier that stores it in another way, which is encoded again."""
+Found = tuple[str, bytes]
+"""What gave the bytes of an object, and they."""
+Kind = Literal["manifest", "table", "pack", "begin", "attempt", "note", "ref", "repository"]
 NEEDED: Final[frozenset[Kind]] = frozenset({"manifest", "table", "pack"})
 """What a checkpoint cannot be restored without."""
 REBUILT: Final = "what the other objects say"
@@ -78,8 +78,6 @@ class Mending:
 
     @property
     def repairable(self) -> bool:
-        if self.kind == "copy":
-            return bool(self.sources)
         return self.data is not None or (self.recipe is not None and self.recipe.complete)
 
     @property
@@ -98,14 +96,16 @@ class Mending:
 class RepairPlan:
     """What a repair would do. Every byte of every source in it has been read and verified.
 
-    checked: the checkpoints that were looked at. unreached: sources that could not be opened, in words. unseen: data
-    files that may lie on nodes that are not found from here, and were not looked at.
+    checked: the checkpoints that were looked at. unreached: sources that could not be opened, in words. unread: places
+    of the repository that did not answer, in words: what they have is not judged. unseen: data files that may lie on
+    nodes that are not found from here, and were not looked at.
     """
 
     where: str
     checked: tuple[CheckpointId, ...]
     mendings: tuple[Mending, ...]
     unreached: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     bytes_read: int = 0
     left: tuple[tuple[Store, Entry], ...] = field(default=(), repr=False)
@@ -171,6 +171,7 @@ def plan_repair(
         tuple(sorted(checked)),
         tuple(found.mendings),
         tuple(sources.unreached),
+        tuple(f"{url}: {why}" for url, why in found.unread.items()),
         tuple(found.unseen),
         found.bytes_read,
         tuple(found.left),
@@ -189,15 +190,17 @@ class _Search:
         self.places = sources.places()
         self.mendings: list[Mending] = []
         self.unseen: list[str] = []
+        self.unread: dict[str, str] = {}
+        """Places that did not answer, by URL, and what they said."""
         self.bytes_read = 0
         self.left: list[tuple[Store, Entry]] = []
         self._staged: list[tuple[Store, Entry]] = []
-        self._there: list[set[str]] = []
-        """What each place has of the checkpoint that is being looked at."""
+        self._there: dict[str, set[str]] = {}
+        """What each place has of the checkpoint that is being looked at, by URL."""
         self._threads, self._emitter = threads, emitter
         self._attempts: set[str] = set()
         home, *others = all_places(self.repo.store)
-        self._followers = 1 + len(others)
+        self._followers = {store.url for store in followers_of(self.repo.store)}
         mirrors = [store for store in others if not node_of(store)]
         self._every: list[Store] = [home, *mirrors] if mirrors and len(mirrors) == len(others) else []
         """The places that have to have every data file, if there are several."""
@@ -205,82 +208,115 @@ class _Search:
     def search(self, id: CheckpointId) -> Sequence[CheckpointId]:
         """Looks at one checkpoint. Returns the checkpoints whose data files it uses."""
         self._staged = []
-        self._there = []
-        # A tier that stores it in another way has other bytes under the names of its tables.
-        self.places = [
-            one for one in self.sources.places() if one is self.home or not is_encoded_in(self.repo, one, id)
-        ]
-        for store in self.places:
-            listed = list(store.walk(id.directory, leftovers=True))
+        self._there = {}
+        self.places = []
+        own: dict[str, Manifest | Begin] = {}
+        for store in self.sources.places():
+            if store.url in self.unread:
+                continue
+            try:
+                listed = list(store.walk(id.directory, leftovers=True))
+                found = self._own(store, id)
+                if found is not None:
+                    own[store.url] = found
+            except FormatTooNew:
+                if store is self.home:
+                    raise
+                continue  # nobody here can tell what fits it
+            except StoreError as error:
+                if not is_unreadable(error):
+                    self._give_up(store, error)
+                    continue
+            self.places.append(store)
             self._staged += [(store, entry) for entry in listed if object_names.is_staged(entry.name)]
-            self._there.append({entry.name for entry in listed if not is_leftover(entry.name)})
-        manifest = self._manifest(id)
+            self._there[store.url] = {entry.name for entry in listed if not is_leftover(entry.name)}
+        begun = self._begun(self.repo, id)
+        known = begun or own.get(self.home.url)
+        self._leave_out(lambda theirs: known is not None and theirs.save_id != known.save_id, own)
+        manifest = self._manifest(id, begun)
         if manifest is None:
             return ()
+        self._leave_out(
+            lambda theirs: (
+                is_another(theirs, manifest) if isinstance(theirs, Manifest) else theirs.save_id != manifest.save_id
+            ),
+            own,
+        )
         if manifest.boxes is not None:
-            self._table(id, manifest.boxes, None, words=EVERYTHING)
+            self._table(id, manifest.boxes, words=EVERYTHING)
         for rank, entry in enumerate(manifest.indexes):
             if len(manifest.indexes) > 1:
-                data = self._table(id, entry, rank, words=f"all that rank {rank} has written")
+                data = self._table(id, entry, words=f"all that rank {rank} has written")
             else:
-                data = self._table(id, entry, rank, lost=tuple(leaf_paths(manifest.tree)))
+                data = self._table(id, entry, lost=tuple(leaf_paths(manifest.tree)))
             if data is not None:
                 with suppress(CorruptionError):
                     self._packs(id, decode_table(data, id=id, rank=rank, repository=self.repo.id).index(manifest.tree))
         attempt = object_names.attempt_name(id.run, id.attempt)
         if attempt not in self._attempts:
             self._attempts.add(attempt)
-            self._small(None, "attempt", attempt, partial(_decodes, decode_attempt, id.run, id.attempt, self.repo.id))
+            alike = [one for one in self.places if one is self.home or not self._has_another_claim(one, id)]
+            self._small(None, "attempt", attempt, partial(self._is_claim, id), places=alike)
         name = object_names.begin_name(id)
         self._small(id, "begin", name, partial(self._is_begin, manifest), rebuild=partial(self._begin, manifest))
         directory = object_names.notes_directory(id)
         self._row(id, "note", directory, {"body": {}, "note": FORGOTTEN})
-        for place in self.sources.places():
-            if place not in self.places:
-                self._encoded(manifest, place)
         return manifest.bases
 
-    def _encoded(self, manifest: Manifest, place: Store) -> None:
-        """Reads every byte of a checkpoint in a tier that stores it in another way. A damaged one can be made again
-        where this one is whole, and so can all that rest on it there."""
-        id, there = manifest.id, Repo(place, self.repo.id, self.repo.chunk_bytes)
-        found = inspect(there, id)
-        scan(found, on_bytes=self._advance, threads=self._threads)
-        errors = [one for one in found.findings if one.severity == "error" and one.harms_restore]
-        if not errors:
-            return
-        with suppress(CorruptionError):
-            whole = not any(one.id == id and one.harms for one in self.mendings)
-            made = whole and all(map(self.repo.exists, resting_on(there, id)))
-            source = ((self.repo.url, manifest.bytes),) if made else ()
-            first, more = errors[0], f" and {len(errors) - 1} more problems" if len(errors) > 1 else ""
-            self.mendings.append(
-                Mending(
-                    id=id,
-                    kind="copy",
-                    place=place.url,
-                    name=first.object or id.manifest,
-                    wrong=f"{first.message}{more}",
-                    missing=False,
-                    size=manifest.bytes,
-                    sources=source,
-                    copies=True,
-                    store=place,
-                )
-            )
+    def _own(self, store: Store, id: CheckpointId) -> Manifest | Begin | None:
+        """Returns what a place itself says that it has of a checkpoint: its manifest, in its place or in the trash, or
+        where that is damaged what began the save."""
+        there = Repo(store, self.repo.id, self.repo.chunk_bytes)
+        with suppress(CheckpointNotFound, CorruptionError):
+            return manifest_of(there, id)[0]
+        return self._begun(there, id)
+
+    def _leave_out(self, other: Callable[[Manifest | Begin], bool], own: Mapping[str, Manifest | Begin]) -> None:
+        """Leaves out the places that have another manifest of their `own`, as of another line of training: what they
+        have of the checkpoint fits that one, and is never replaced."""
+        self.places = [one for one in self.places if one is self.home or one.url not in own or not other(own[one.url])]
+
+    def _give_up(self, store: Store, error: StoreError) -> None:
+        """Judges nothing more of a place that does not answer. Raises its error if that is the home."""
+        if store is self.home:
+            raise error
+        self.unread[store.url] = error.message
+        self.places = [one for one in self.places if one is not store]
+
+    def _begun(self, there: Repo, id: CheckpointId) -> Begin | None:
+        with suppress(TenutoError):
+            return decode_begin(there.store.get(object_names.begin_name(id), limit=objects.SMALL), id, there.id)
+        return None
 
     def _table(
-        self, id: CheckpointId, entry: IndexEntry, rank: int | None, *, lost: tuple[str, ...] = (), words: str = ""
+        self, id: CheckpointId, entry: IndexEntry, *, lost: tuple[str, ...] = (), words: str = ""
     ) -> bytes | None:
-        """`rank`: whose index it is; None for the table of boxes, which every place has alike."""
-
         def right(data: bytes) -> bool:
             return len(data) == entry.length and digest(data) == entry.digest
 
         name = f"{id.directory}/{entry.name}"
-        again = _nothing if rank is None else partial(index_again, self.repo, id, rank, entry)
         limit = min(entry.length, MAX_INDEX)
-        return self._small(id, "table", name, right, limit=limit, lost=lost, words=words, rebuild=again)
+        return self._small(id, "table", name, right, limit=limit, lost=lost, words=words)
+
+    def _is_claim(self, id: CheckpointId, data: bytes) -> bool:
+        """Returns whether this is the record of an attempt, and not of another that has the same number elsewhere: the
+        lease here names the owner."""
+        try:
+            record = decode_attempt(data, id.run, id.attempt, self.repo.id)
+        except CorruptionError:
+            return False
+        with suppress(CorruptionError):
+            beat = read_last(self.repo, id.run, id.attempt)[1]
+            return beat is None or beat.id == record.id
+        return True
+
+    def _has_another_claim(self, store: Store, id: CheckpointId) -> bool:
+        """Returns whether a place has an intact claim of this number that is of another line of training."""
+        with suppress(StoreError, CorruptionError):
+            data = store.get(object_names.attempt_name(id.run, id.attempt), limit=objects.SMALL)
+            decode_attempt(data, id.run, id.attempt, self.repo.id)
+            return not self._is_claim(id, data)
+        return False
 
     def _is_begin(self, manifest: Manifest, data: bytes) -> bool:
         return (
@@ -295,8 +331,9 @@ class _Search:
             return
         for name in NAMES:
             made = REBUILT, identity[0].encode(name)
-            self._small(None, "repository", name, partial(self._is_identity, name), rebuild=partial(_same, made))
-        self.places = self.sources.places()
+            right = partial(self._is_identity, name)
+            self._small(None, "repository", name, right, rebuild=partial(_same, made), places=[self.home])
+        self.places = [store for store in self.sources.places() if store.url not in self.unread]
         for kind in KINDS:
             for name in filter(is_name, self.repo.store.children(f"refs/{kind}").directories):
                 self._row(None, "ref", f"refs/{kind}/{name}", {"reason": FORGOTTEN, "to": None})
@@ -325,18 +362,11 @@ class _Search:
 
     # -- small objects -------------------------------------------------------------------------------------------------
 
-    def _manifest(self, id: CheckpointId) -> Manifest | None:
+    def _manifest(self, id: CheckpointId, begun: Begin | None) -> Manifest | None:
         """Returns the manifest, from wherever it is whole; of a removed checkpoint whose data files others use, that in
         the trash."""
-        if not self.repo.exists(id):
-            there = census_of(self.repo, id)
-            if not there.lost:
-                return there.manifest
-        begun = None
-        with suppress(TenutoError):
-            begun = decode_begin(
-                self.repo.store.get(object_names.begin_name(id), limit=objects.SMALL), id, self.repo.id
-            )
+        if not self.repo.exists(id) and not census_of(self.repo, id).lost:
+            return self._removed(id)
 
         def own(data: bytes) -> bool:
             try:
@@ -347,14 +377,23 @@ class _Search:
                 return False
             return not isinstance(found, Aborted) and (begun is None or found.save_id == begun.save_id)
 
-        def again() -> Found | None:
-            damaged = _read(self.home, id.manifest, MAX_MANIFEST)[0] or b""
-            return manifest_again(self.repo, id, damaged, lambda name: _read(self.home, name, MAX_INDEX)[0])
-
-        data = self._small(id, "manifest", id.manifest, own, limit=MAX_MANIFEST, words=EVERYTHING, rebuild=again)
+        data = self._small(id, "manifest", id.manifest, own, limit=MAX_MANIFEST, words=EVERYTHING)
         found = None if data is None else decode_manifest(data, id, self.repo.id)
         assert not isinstance(found, Aborted), "own has looked"
         return found
+
+    def _removed(self, id: CheckpointId) -> Manifest | None:
+        """Returns the manifest of a removed checkpoint. A follower may keep it all the same: its manifest is then the
+        one in the trash."""
+        try:
+            manifest, data = manifest_of(self.repo, id)
+        except (CheckpointNotFound, CorruptionError):
+            return None
+        for store in self.places:
+            if store.url in self._followers and id.manifest in self._there[store.url]:
+                whole = f"the trash of {self.repo.url}", data
+                self._small(id, "manifest", id.manifest, lambda theirs: theirs == data, places=[store], whole=whole)
+        return manifest
 
     def _small(
         self,
@@ -367,17 +406,22 @@ class _Search:
         lost: tuple[str, ...] = (),
         words: str = "",
         rebuild: Callable[[], Found | None] = _nothing,
+        places: Sequence[Store] | None = None,
+        whole: Found | None = None,
     ) -> bytes | None:
-        """Looks at an object in each place that has it; the home has to. Returns its bytes, from wherever they are
-        right; None if nobody has them."""
-        whole: Found | None = None
+        """Looks at an object in each place that has it (`places`: in these); the home has to. Returns its bytes, from
+        wherever they are right; None if nobody has them. `whole`: those that are known."""
         damaged: list[tuple[Store, str, int]] = []
-        for place, store in enumerate(self.places if kind != "repository" else [self.home]):
-            data, wrong = _read(store, name, limit)
+        for store in list(places or self.places):
+            try:
+                data, wrong = _read(store, name, limit)
+            except StoreError as error:
+                self._give_up(store, error)
+                continue
             if data is not None and right(data):
                 whole = whole or (store.url, data)
                 self._keep_staged(store, name)
-            elif wrong != "is missing" or store is self.home or self._has_to_have(place, kind, name):
+            elif wrong != "is missing" or store is self.home or self._has_to_have(store, kind, name):
                 damaged.append((store, wrong or "is not what was saved", len(data or b"")))
         if not damaged:
             return whole[1] if whole is not None else None
@@ -407,15 +451,15 @@ class _Search:
             )
         return None if whole is None else whole[1]
 
-    def _has_to_have(self, place: int, kind: Kind, name: str) -> bool:
+    def _has_to_have(self, place: Store, kind: Kind, name: str) -> bool:
         """Returns whether another place of the repository lacks an object that goes with what it has of the checkpoint.
         A place that is filled in the background, and one that lacks data files, is for `tenuto replicate`."""
         if kind in ("note", "ref"):
             return False
-        there = self._there[place]
-        if place >= self._followers or not any(map(object_names.is_pack, there)):
+        there = self._there[place.url]
+        if place.url in self._followers or not any(map(object_names.is_pack, there)):
             return False
-        if any(self.places[place] is store for store in self._every):
+        if any(place is store for store in self._every):
             return True
         rank = name.removesuffix(".index")
         return (
@@ -426,15 +470,17 @@ class _Search:
 
     def _elsewhere(self, kind: Kind, name: str, right: Callable[[bytes], bool], limit: int) -> Iterator[Found]:
         """Yields whole copies of a small object beyond the places that have the checkpoint as the home has it. Of the
-        others, tables have to have the digest that is known, and manifests and what begins them are their own."""
+        others, tables have to have the digest that is known; manifests, what begins them and claims are their own."""
         places = self.sources.places()
-        others = [one for one in places if one not in self.places] if kind in ("manifest", "begin") else []
+        own = kind in ("manifest", "begin", "attempt")
+        others = [one for one in places if one not in self.places] if own else []
         for source, store, other in self.sources.twins(self.home, name):
             if store in others:
                 continue
-            data, _ = _read(store, other, limit)
-            if data is not None and right(data):
-                yield source, data
+            with suppress(StoreError):
+                data, _ = _read(store, other, limit)
+                if data is not None and right(data):
+                    yield source, data
         for image in self.sources.images():
             data, _ = _read(image.repo.store, name, limit)
             if data is not None and right(data) and self._agrees(name, image.footer.id, data):
@@ -476,22 +522,26 @@ class _Search:
         wrong: list[tuple[Store, str]] = []
         missing: list[Store] = []
         whole = 0
-        for store in self.places:
+        for store in list(self.places):
             check = check_pack(store, id, index, number)
+            scan = Scan(store, id, index, on_bytes=self._advance)
+            damaged = scan.run({number}, self._threads) if check.readable else []
+            unread = next((one for one in (*check.findings, *damaged) if one.severity == "unread"), None)
+            if unread is not None:
+                self._give_up(store, StoreError(unread.message, subject=name))
+                continue
             problems = [finding.message for finding in check.findings]
+            problems += [f"{one.message} (byte {one.offset})" for one in damaged]
             if problems == ["is missing"]:
                 missing.append(store)
                 continue
-            if check.readable:
-                scan = Scan(store, id, index, on_bytes=self._advance)
-                problems += [f"{one.message} (byte {one.offset})" for one in scan.run({number}, self._threads)]
             if problems:
                 more = f" and {len(problems) - 1} more problems" if len(problems) > 1 else ""
                 wrong.append((store, f"{problems[0]}{more}"))
             else:
                 whole += 1
                 self._keep_staged(store, name)
-        if not whole and not wrong and unreachable(self.repo.store):
+        if not whole and not wrong and (self.unread or unreachable(self.repo.store)):
             self.unseen.append(name)
             return
         lacking = missing if not whole and not wrong else [store for store in missing if store in self._every]

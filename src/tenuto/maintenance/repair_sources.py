@@ -23,7 +23,6 @@ from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.memory_tier.seal import Seal
 from tenuto.errors import CorruptionError, RepositoryError, StoreError, TenutoError, UsageError, typed
 from tenuto.maintenance.copy_record import registered_copies
-from tenuto.maintenance.decoded_rows import decoded_rows
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Index, Manifest
 from tenuto.record import record
@@ -182,11 +181,8 @@ class Sources:
         return [entry for entry in beside if entry.name.startswith(name + STAGED)]
 
     def tables(self, id: CheckpointId, save_id: str) -> Iterator[ChunkTable]:
-        """Yields the chunks of other objects, those that are likeliest to be equal first: of the checkpoint itself, as
-        tiers have it that store it in another way and here, of its neighbours in step, of other runs, of images in
-        memory. What cannot be read is passed over."""
-        for rows in decoded_rows(self.repo, id):
-            yield ChunkTable.of(f"{rows.url}, decoded", rows, id, rows.index)
+        """Yields the chunks of other objects, those that are likeliest to be equal first: of the checkpoint itself, of
+        its neighbours in step, of other runs, of images in memory. What cannot be read is passed over."""
         for other in sorted(self._checkpoints(), key=lambda one: _distance(id, one)):
             yield from self._tables_of(other)
         for image in sorted(self.images(), key=lambda one: one.footer.save_id != save_id):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from tenuto.errors import CheckpointNotFound, CorruptionError, RepositoryError, StoreError, TenutoError
 from tenuto.events import Emitter, Progress
-from tenuto.maintenance.encoded_copy import copy_to, encoding_in, is_whole_in
 from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.replica_tidy import targets
 from tenuto.model.ids import CheckpointId
@@ -19,7 +18,7 @@ from tenuto.model.records import Manifest
 from tenuto.record import record
 from tenuto.repo.format import object_names
 from tenuto.repo.replicated.places import copies_of, home_of, unreachable
-from tenuto.repo.replicated.replica import UnreachableReplica, exists
+from tenuto.repo.replicated.replica import UnreachableReplica, is_there
 from tenuto.repo.repository import Repo
 from tenuto.store.contract import Store
 
@@ -65,7 +64,13 @@ def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
     copies: list[Copying] = []
     unfound: list[str] = []
     failed: list[TenutoError] = []
-    found = targets(repo)
+    found = []
+    for target in targets(repo):
+        try:
+            target.children("")
+            found.append(target)
+        except StoreError as error:
+            failed.append(error)  # nobody can say what it lacks
     planned: dict[str, set[str]] = {target.url: set() for target in found}
     for id in sorted(ids, reverse=True):
         try:
@@ -75,9 +80,11 @@ def plan_replicate(repo: Repo, ids: Sequence[CheckpointId]) -> ReplicatePlan:
             continue
         except (RepositoryError, CorruptionError, StoreError) as error:
             failed.append(error)
-    for target in found[1:]:
+    for target in found:
+        if target is home_of(repo.store):
+            continue
         listed = (entry.name for top in ("refs", object_names.KEYS) for entry in repo.store.walk(top))
-        refs = tuple(name for name in listed if not exists(target, name))
+        refs = tuple(name for name in listed if not is_there(target, name))
         if refs:
             copies.append(Copying(None, target.url, (), refs, 0))
     return ReplicatePlan(repo.url, tuple(copies), tuple(unfound), tuple(unreachable(repo.store)), tuple(failed))
@@ -98,12 +105,10 @@ def _lacking(
                 if name not in planned[url]:
                     planned[url].add(name)
                     packs[url].append((name, pack.length))
-    copies = []
-    for number, target in enumerate(found):
-        if number and is_whole_in(repo, target, manifest.id):
-            continue
+    copies, home = [], home_of(repo.store)
+    for target in found:
         wanted = packs[target.url]
-        small = [name for name in _small(repo, manifest) if number and not exists(target, name)]
+        small = [] if target is home else [name for name in _small(repo, manifest) if not is_there(target, name)]
         if wanted or small:
             names, nbytes = tuple(name for name, _ in wanted), sum(nbytes for _, nbytes in wanted)
             copies.append(Copying(manifest.id, target.url, names, tuple(small), nbytes))
@@ -138,8 +143,7 @@ def execute(repo: Repo, plan: ReplicatePlan, *, emitter: Emitter | None = None) 
             elif target is home_of(repo.store):
                 PlaceCopy(repo, target, advance).bring_packs(repo.manifest(copying.id), copying.packs)
             else:
-                encoding = encoding_in(repo, target, copying.id.run)
-                copy_to(repo, target, encoding, advance).bring(copying.id, copying.packs)
+                PlaceCopy(repo, target, advance).bring(copying.id, copying.packs)
         except CheckpointNotFound:
             continue
         except (CorruptionError, StoreError) as error:

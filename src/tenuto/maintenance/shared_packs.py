@@ -15,7 +15,7 @@ from typing import Final
 
 from tenuto.codec.digest import digest
 from tenuto.crashpoints import crashpoint
-from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, typed
+from tenuto.errors import CheckpointNotFound, CorruptionError, FormatTooNew, ObjectNotFound, typed
 from tenuto.maintenance.census import census_of
 from tenuto.maintenance.marks import put_mark
 from tenuto.model.ids import CheckpointId
@@ -72,6 +72,24 @@ def _manifest(repo: Repo, id: CheckpointId, data: bytes) -> Manifest:
     if not isinstance(found, Manifest):
         raise CorruptionError(f"what lies in the trash for {id} is not a manifest", subject=str(id))
     return found
+
+
+def has_another(repo: Repo, place: Store, manifest: Manifest) -> bool:
+    """Returns whether a place has another manifest of its own of a checkpoint, in its place or in the trash, as of
+    another line of training: what it has there fits that one, and nothing else says what is right there. Raises
+    StoreError."""
+    try:
+        own, _ = manifest_of(Repo(place, repo.id, repo.chunk_bytes), manifest.id)
+    except (CheckpointNotFound, CorruptionError):
+        return False
+    except FormatTooNew:
+        return True
+    return is_another(own, manifest)
+
+
+def is_another(own: Manifest, manifest: Manifest) -> bool:
+    """Returns whether two manifests under one name are of different saves, or of different objects."""
+    return (own.save_id, own.tables) != (manifest.save_id, manifest.tables)
 
 
 def bases_of(repo: Repo, manifest: Manifest, *, every_pack: bool = False) -> list[Base]:

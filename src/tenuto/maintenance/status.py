@@ -16,7 +16,15 @@ from typing import Final, Literal
 from tenuto.concurrency.deadlines import within
 from tenuto.engine.memory_tier.eligibility import EligibleImage
 from tenuto.engine.memory_tier.listing import images
-from tenuto.errors import CheckpointNotFound, CorruptionError, ObjectNotFound, RepositoryError, StoreError, TenutoError
+from tenuto.errors import (
+    CheckpointNotFound,
+    CorruptionError,
+    DeadlineExceeded,
+    ObjectNotFound,
+    RepositoryError,
+    StoreError,
+    TenutoError,
+)
 from tenuto.maintenance.copy_record import check_target, registered_copies
 from tenuto.maintenance.flush import judge_found
 from tenuto.maintenance.shared_packs import packs_of
@@ -59,14 +67,12 @@ class Place:
 
 @record
 class Spread:
-    """Where a checkpoint is: one entry for each place of the status. stored: the bytes of its own data files in each
-    place that has an encoding of its own and all of it; 0 in others."""
+    """Where a checkpoint is: one entry for each place of the status."""
 
     id: CheckpointId
     bytes: int
     created: str
     places: tuple[Wholeness, ...]
-    stored: tuple[int, ...] = ()
 
 
 @record
@@ -123,6 +129,7 @@ def status(
     found = sorted(_places(repo), key=lambda one: one[0].kind == "node")
     if rates is None:
         rates = {place.url: rate for place, _ in found if (rate := read_rate(place.url)) is not None}
+    found = [_answering(place, store) for place, store in found]
     runs = [_run(repo, one, found, newest, rates) for one in ([run] if run is not None else repo.runs())]
     return Status(repo.url, clock(), tuple(place for place, _ in found), tuple(runs))
 
@@ -158,6 +165,16 @@ def _places(repo: Repo) -> Iterator[tuple[Place, Store | None]]:
             yield replace(place, problem=error.message), None
         else:
             yield place, store
+
+
+def _answering(place: Place, store: Store | None) -> tuple[Place, Store | None]:
+    """Returns the place with its store; without one if it cannot be listed, for then nobody knows what lies there."""
+    if store is not None:
+        try:
+            within(ANSWER_S, f"asking {place.url}", partial(store.children, object_names.RUNS), subject=place.url)
+        except (StoreError, DeadlineExceeded) as error:
+            return replace(place, problem=error.message), None
+    return place, store
 
 
 def _asked(repo: Repo, url: str) -> tuple[Store, Member | None]:
@@ -222,18 +239,13 @@ def _run(
         except (CorruptionError, StoreError):
             needed = {}  # no place can be said to have it
         listed = [_listed(store, (id, *manifest.bases)) for _, store in places]
-        own = [_encoded(repo, manifest, *one) for one in zip(places, listed, strict=True)]
-        whole = tuple(
-            _wholeness(manifest, needed, names) if there is None else there[0]
-            for names, there in zip(listed, own, strict=True)
-        )
-        spread.append(Spread(id, manifest.bytes, manifest.created, whole, tuple(one[1] if one else 0 for one in own)))
+        whole = tuple(_wholeness(manifest, needed, names) for names in listed)
+        spread.append(Spread(id, manifest.bytes, manifest.created, whole))
         for failure in FAILURES:
             if failure not in best:
                 left = [place for place, (one, _) in enumerate(places) if failure in one.survives]
-                alike = (listed[place] for place in left if own[place] is None)
-                union = {name: length for names in alike for name, length in names.items()}
-                if "whole" in (_wholeness(manifest, needed, union), *(one[0] for p in left if (one := own[p]))):
+                union = {name: length for place in left for name, length in listed[place].items()}
+                if "whole" in (_wholeness(manifest, needed, union), *(whole[place] for place in left)):
                     urls = [places[place][0].url for place in left if whole[place] == "whole"]
                     best[failure] = _recovery(failure, manifest, urls, rates)
     if (
@@ -267,28 +279,6 @@ def _newest(repo: Repo, run: str, newest: int) -> dict[CheckpointId, Repo]:
     return dict(
         sorted(found.items(), key=lambda one: (one[0].run == run_key(run), one[0].attempt, one[0].step), reverse=True)
     )
-
-
-def _encoded(
-    repo: Repo, manifest: Manifest, place: tuple[Place, Store | None], names: Mapping[str, int]
-) -> tuple[Wholeness, int] | None:
-    """Returns whether a tier that stores a checkpoint in another way than `manifest` says has all of it, and the bytes
-    of its own data files there; None of other places."""
-    id, store = manifest.id, place[1]
-    if place[0].kind != "tier" or store is None or id.manifest not in names:
-        return None
-    tables = {f"{id.directory}/{entry.name}": entry.length for entry in manifest.tables}
-    if all(names.get(name) == length for name, length in tables.items()):
-        return None  # its tables are those of the manifest
-    there = in_place(repo, store)
-    try:
-        found = there.manifest(id)
-        if found.content != manifest.content or found.tables == manifest.tables:
-            return None
-        whole = _wholeness(found, packs_of(there, found), _listed(store, (id, *found.bases)))
-    except (CheckpointNotFound, CorruptionError, StoreError):
-        return "part", 0
-    return whole, found.stored_bytes if whole == "whole" else 0
 
 
 def _listed(store: Store | None, ids: Sequence[CheckpointId]) -> dict[str, int]:

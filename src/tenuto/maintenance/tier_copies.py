@@ -27,11 +27,11 @@ from tenuto.errors import (
     StoreError,
     in_words,
 )
-from tenuto.maintenance.encoded_copy import copy_to, is_whole_in
 from tenuto.maintenance.place_copy import PlaceCopy, put_small
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.shared_packs import (
     bases_of,
+    has_another,
     lacking,
     manifest_of,
     packs_of,
@@ -40,7 +40,6 @@ from tenuto.maintenance.shared_packs import (
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import AttemptRecord
 from tenuto.policy.keep import CheckpointFacts, KeepPolicy, Opinion
-from tenuto.repo.encoded_places import encoding_of_place, is_encoded_in
 from tenuto.repo.format import object_names, objects
 from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.lineage import latest, resolve, walk
@@ -95,7 +94,7 @@ def fill_now(repo: Repo, id: CheckpointId, report: Callable[[str], None]) -> Non
         for tier in tiers.tiers:
             if tier.store in tiers.declared_followers:
                 join_follower(repo.store, tier.store, repo.id)
-                copy_to(repo, tier.store, tier.tier.encoding).bring(id)
+                PlaceCopy(repo, tier.store).bring(id)
                 copy_refs(repo, tier.store)
     except (StoreError, CorruptionError, RepositoryError) as error:
         report(f"step {id.step} is saved, and not every tier has it: {in_words(error)}")
@@ -310,36 +309,32 @@ def _another_line(repo: Repo, follower: Store, run: str, number: int) -> RunInUs
 
 
 def heal(repo: Repo, name: str, place: Store) -> bool:
-    """Writes a damaged copy anew from a whole one: that is verified first, in full. Returns whether there was one.
-    Raises CheckpointNotFound where the checkpoint is gone, and StoreError."""
+    """Writes a damaged copy anew from a whole one: that is verified first, in full, and what was put is read back.
+    Returns whether that could be done. Raises CheckpointNotFound where the checkpoint is gone, CorruptionError where no
+    copy is whole or what was put reads otherwise, and StoreError."""
     id = object_names.save_of(name)
     assert id is not None, "it lies in a save"
-    if not _is_ours(repo, place, id) or is_encoded_in(repo, place, id):
+    if not _is_ours(repo, place, id):
         return False
-    (manifest, data), file = manifest_of(repo, id), name.rpartition("/")[2]
-    if encoding_of_place(manifest) is not None and not _is_of_home(repo, id, data):
-        return False  # it is whole, and only the manifest is damaged, in place of which a tier's has been read
+    (manifest, _), file = manifest_of(repo, id), name.rpartition("/")[2]
+    if has_another(repo, place, manifest):
+        return False  # it fits that one
     table = next((entry for entry in manifest.tables if entry.name == file), None)
     if table is not None:
         data = repo.index_bytes(id, table)
         place.delete([name])
         put_small(place, name, data)
+        if place.get(name, limit=len(data)) != data:
+            raise CorruptionError(f"{name} was put, and reads otherwise", subject=name)
         return True
     rank = int(file.removeprefix("rank-").partition(".")[0])
     try:
         copy_pack(repo, manifest, rank, file, target=place, replaces=True)
-    except (CorruptionError, ObjectNotFound):
+    except ObjectNotFound:
         return False
     if not (repo.exists(id) or home_of(repo.store).children(object_names.trash_directory(id)).objects):
         place.delete([name])
     return True
-
-
-def _is_of_home(repo: Repo, id: CheckpointId, data: bytes) -> bool:
-    try:
-        return home_of(repo.store).get(id.manifest, limit=MAX_MANIFEST) == data
-    except (ObjectNotFound, CorruptionError):
-        return False
 
 
 def _is_ours(repo: Repo, place: Store, id: CheckpointId) -> bool:
@@ -429,15 +424,8 @@ def free_copies(repo: Repo, place: Store, ids: Iterable[CheckpointId], slower: I
     for id in ids:
         files = [file for file in place.children(id.directory).objects if has_packs(id, [file])]
         if _is_ours(repo, place, id) and any(
-            _has_files(repo, one, id, files) and _is_ours(repo, one, id) for one in slower
+            set(files) <= set(one.children(id.directory).objects) and _is_ours(repo, one, id) for one in slower
         ):
             free_in(place, id)
             gone.append(id)
     return gone
-
-
-def _has_files(repo: Repo, place: Store, id: CheckpointId, files: Iterable[str]) -> bool:
-    """Returns whether a place has these data files of a checkpoint, or the whole of it in an encoding of its own."""
-    if set(files) <= set(place.children(id.directory).objects):
-        return True
-    return is_whole_in(repo, place, id)

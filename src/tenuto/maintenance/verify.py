@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -28,6 +28,7 @@ from tenuto.model.records import Json, Note
 from tenuto.record import record
 from tenuto.repo.notes import add_note, notes, verification_of
 from tenuto.repo.replicated.places import reporting_to, unreachable
+from tenuto.repo.replicated.replica import is_there
 from tenuto.repo.repository import Repo
 
 
@@ -54,9 +55,20 @@ class VerifyReport:
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     @property
+    def unread(self) -> tuple[Finding, ...]:
+        """Returns what its store did not let be read, so that it is not judged."""
+        return tuple(finding for finding in self.findings if finding.severity == "unread")
+
+    @property
     def ok(self) -> bool:
-        """Returns whether nothing is damaged but what lies in the trash."""
-        return all(finding.removed for finding in self.errors)
+        """Returns whether all that was looked at could be read, and nothing is damaged but what lies in the trash."""
+        return not self.exit_code
+
+    @property
+    def exit_code(self) -> int:
+        if not all(finding.removed for finding in self.errors):
+            return CorruptionError.exit_code
+        return StoreError.exit_code if self.unread else 0
 
     @property
     def unseen(self) -> int:
@@ -270,7 +282,7 @@ def _executed_in_parts(
         checked.append(id)
         nbytes, count = nbytes + read, count + number
         harmed = any(finding.severity == "error" and finding.harms_restore for finding in found)
-        if not part.complete and not harmed:
+        if (not part.complete or any(finding.severity == "unread" for finding in found)) and not harmed:
             partly.append(id)
             continue
         if not harmed and state.outdated(id, _notes_of(repo, id)):
@@ -298,11 +310,23 @@ def _everything_else(
     """Checks what lies in the store beside the checkpoints. Returns findings, bytes read and objects read."""
     census, nbytes, count = take_census(repo), 0, 0
     findings = list(repository_findings(repo, census, frozenset(plan.ids)))
+    needed = {base for save in census.saves.values() for base in save.bases}
     for removed in (save for save in census.saves.values() if save.state == "removed" and not save.freed):
         found, read, number = _verify_removed(repo, removed, progress, threads, every_byte=every_byte)
-        findings.extend(found)
+        findings.extend(_of_base(repo, found) if removed.id in needed else found)
         nbytes, count = nbytes + read, count + number
     return findings, nbytes, count
+
+
+def _of_base(repo: Repo, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Yields the findings of a removed checkpoint that lies in the trash because others need data files of it. A copy
+    or a tier has only those, and what others lack is found with them: the rest is no loss."""
+    for one in found:
+        if one.severity == "error" and one.object is not None and not is_there(repo.store, one.object):
+            gone = f"not all of it lies here, only what others need: {one.message}"
+            yield replace(one, severity="info", message=gone)
+        else:
+            yield one
 
 
 def _notes_of(repo: Repo, id: CheckpointId) -> list[Note]:
@@ -316,7 +340,7 @@ def assert_whole(repo: Repo) -> VerifyReport:
     """Verifies every byte of everything; CorruptionError with all findings if anything is damaged, missing, or not
     found from here."""
     report = execute(repo, plan_verify(repo))
-    wrong = [finding for finding in report.findings if finding.severity == "error" or finding.unseen]
+    wrong = [finding for finding in report.findings if finding.severity != "info" or finding.unseen]
     if wrong:
         raise CorruptionError(
             "\n".join([f"{repo.url} is not whole:", *(f"  {finding}" for finding in wrong)]), subject=repo.url
@@ -382,7 +406,7 @@ def _note(
             leaves: list[Json] = list(dict.fromkeys(finding.leaf for finding in harmful if finding.leaf is not None))
             body = {"count": len(harmful), "findings": texts, "leaves": leaves[:8], "leaves_count": len(leaves)}
             add_note(repo, id, "suspect", body)
-        elif not any(finding.unseen for finding in findings):
+        elif not any(finding.unseen or finding.severity == "unread" for finding in findings):
             add_note(repo, id, "verified", {"every_byte": True, **how})
     except CheckpointNotFound:
         pass  # removed while it was verified: nothing is left to say of it

@@ -140,8 +140,6 @@ class Repo:
         self.observer: CommitObserver | None = None
         self.keys: RepositoryKeys | None = None
         """Open where this process has been given what opens them: then all that it acts on is authenticated."""
-        self.distrusted: set[CheckpointId] = set()
-        """Checkpoints that this process has found damaged here and read elsewhere: no save names their chunks."""
         self._closed: list[KeyRing | None] = []
         """The key ring where its keys are not open here, None where there is none; empty until that was asked."""
         self._top: frozenset[str] | None = None

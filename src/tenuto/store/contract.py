@@ -234,6 +234,12 @@ def is_unreadable(error: BaseException | None) -> bool:
     return isinstance(error, StoreError) and error.errno == errno.EIO
 
 
+def is_inconclusive(error: BaseException) -> bool:
+    """Returns whether an error leaves open what the object is that was asked for: the store did not answer, or refused.
+    Then nobody may say that it is missing or damaged."""
+    return isinstance(error, StoreError) and not isinstance(error, ObjectNotFound) and not is_unreadable(error)
+
+
 Where = str | os.PathLike[str] | Store
 """A place as a user writes it: a path, a URL or a store."""
 

@@ -32,7 +32,6 @@ from tenuto.model import exactness
 from tenuto.model.exactness import EXACT
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
-from tenuto.repo.encoded_places import source_of
 from tenuto.repo.format.small_records import encode_attempt
 from tenuto.repo.lineage import latest
 from tenuto.repo.ownership.claim import Attempt, announced, claim, claim_newest
@@ -254,8 +253,7 @@ class RunClaim:
         if durable is None:
             return Peeked(None, newest, passed)
         own = self._group.rank if len(durable.manifest.indexes) == ranks else None
-        source = source_of(self._repo, durable.manifest)
-        opened = open_checkpoint(source, durable.id, rank=own, emitter=self._emitter)
+        opened = open_checkpoint(self._repo, durable.id, rank=own, emitter=self._emitter)
         opened.skipped = passed + durable.skipped
         return Peeked(durable.id, newest, opened.skipped, opened)
 
@@ -525,8 +523,7 @@ class RunClaim:
         group = self._group
         # Each node has its own data files there, of which a rank reads what it holds: that is not known yet.
         verify = verify and not group.spread
-        source = source_of(self._repo, manifest)
-        return peeking(source, manifest, leaves, rank=group.rank, of=group.world_size, verify=verify)
+        return peeking(self._repo, manifest, leaves, rank=group.rank, of=group.world_size, verify=verify)
 
     @staticmethod
     def _entries_of(manifest: Manifest) -> list[str]:

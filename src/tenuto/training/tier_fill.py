@@ -15,8 +15,8 @@ from tenuto.errors import CheckpointNotFound, DeadlineExceeded, OwnershipError, 
 from tenuto.events import Emitter, TierLag, TierSkipped
 from tenuto.maintenance import tier_copies
 from tenuto.maintenance.census import ids_in_trash, is_run
-from tenuto.maintenance.encoded_copy import copy_to
 from tenuto.maintenance.gc import free_expired
+from tenuto.maintenance.place_copy import PlaceCopy
 from tenuto.maintenance.replica_tidy import free_in
 from tenuto.maintenance.retention import execute, plan_retention
 from tenuto.maintenance.shared_packs import packs_of
@@ -288,7 +288,7 @@ class FollowerFill(TierFill):
         self._relied_on = relied_on
         self._elsewhere = elsewhere
         self._there = tier_copies.in_place(repo, tier.store)
-        self._copier = copy_to(repo, tier.store, tier.tier.encoding, whole=lambda: self.whole)
+        self._copier = PlaceCopy(repo, tier.store)
         self._bases = tier_copies.bases_in(self._there)
         self._catalog = Catalog()
         self._emptied_s = 0.0

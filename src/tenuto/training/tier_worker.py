@@ -30,7 +30,6 @@ from tenuto.maintenance.shared_packs import packs_of
 from tenuto.maintenance.tier_copies import has_packs
 from tenuto.model.ids import CheckpointId
 from tenuto.policy.keep import KeepPolicy
-from tenuto.repo.encoded_places import is_encoded_in
 from tenuto.repo.format import object_names
 from tenuto.repo.lineage import latest, resolve
 from tenuto.repo.ownership.claim import Attempt
@@ -112,9 +111,7 @@ class PrimaryFill(TierFill):
 
     def _only_elsewhere(self, id: CheckpointId) -> bool:
         return not self._of_this_node(id) and any(
-            object_names.MANIFEST in follower.children(id.directory).objects
-            and not is_encoded_in(self.repo, follower, id)
-            for follower in self.tiers.followers
+            object_names.MANIFEST in follower.children(id.directory).objects for follower in self.tiers.followers
         )
 
     def _of_this_node(self, id: CheckpointId) -> list[str]:

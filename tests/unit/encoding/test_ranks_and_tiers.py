@@ -1,9 +1,7 @@
-"""What ranks restore together where a checkpoint is damaged in the primary, and a tier has it in an encoding of its
-own."""
+"""What ranks restore together where a checkpoint is damaged in the primary, and a tier has it."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,9 @@ from support.rank_threads import together
 from support.said import said
 from tenuto import Tier, Tiers, every, keep, on
 from tenuto.cli import main
-from tenuto.engine.group import group_restore
-from tenuto.errors import CorruptionError, NothingRestorable, StoreUnavailable
+from tenuto.errors import CorruptionError, NothingRestorable
 from tenuto.events import CandidateSkipped
 from tenuto.model import canonical_json
-from tenuto.repo.encoded_places import stand_in
-from tenuto.repo.repository import Repo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS = 40_000
@@ -32,7 +27,7 @@ def part(rank: int, step: int) -> dict[str, Any]:
 
 
 def tiers(tmp_path: Path) -> Tiers:
-    return Tiers(Tier(tmp_path / "fast"), Tier(tmp_path / "slow", encoding="small", keep=keep.all()))
+    return Tiers(Tier(tmp_path / "fast"), Tier(tmp_path / "slow", keep=keep.all()))
 
 
 def save(tmp_path: Path, *steps: int, **given: Any) -> None:
@@ -79,7 +74,7 @@ def sealed(tmp_path: Path) -> str:
 def test_ranks_load_what_is_damaged_from_the_tier(tmp_path: Path, step: int | str) -> None:
     save(tmp_path, 1, 2)
     flip(newest(tmp_path / "fast", "rank-00001.safetensors"))
-    with said("/2 is damaged in .*fast: restored from .*slow"):
+    with said("is damaged: read from .*slow"):
         assert together(2, lambda ranks: load(tmp_path, ranks, step)) == [2, 2]
 
 
@@ -105,28 +100,6 @@ def test_what_is_passed_over_is_told_on_each_rank_once_and_what_a_tier_gives_is_
         assert told == [passed, passed]
 
 
-def test_another_number_of_ranks_loads_it_too(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2)
-    flip(newest(tmp_path / "fast", "rank-00001.safetensors"))
-
-    def work(ranks: Any) -> int:
-        whole = {"w": np.zeros((2 * ROWS, 1), np.float32), "n": np.zeros(3, int)}
-        found = tenuto.load(tmp_path / "fast", whole, ranks=ranks, run="main")
-        assert np.array_equal(whole["w"], np.concatenate([part(rank, 2)["w"].value for rank in (0, 1)]))
-        return found.step
-
-    assert together(3, work) == [2, 2, 2]
-
-
-def test_ranks_load_what_is_sealed_from_the_tier(tmp_path: Path) -> None:
-    key = sealed(tmp_path)
-    save(tmp_path, 1, 2, key=key)
-    for pack in (tmp_path / "fast").glob("runs/main/*/step-00000002/rank-00000*.pack"):
-        flip(pack)
-    with said("is damaged in .*fast: restored from .*slow"):
-        assert together(2, lambda ranks: load(tmp_path, ranks, key=key)) == [2, 2]
-
-
 def rewritten(manifest: Path) -> None:
     found = canonical_json.open_seal(manifest.read_bytes(), name=manifest.name)
     del found["digest"]
@@ -135,48 +108,17 @@ def rewritten(manifest: Path) -> None:
 
 
 def test_a_manifest_that_was_forged_is_refused_by_all_ranks(tmp_path: Path) -> None:
-    """One of a sealed repository, by somebody without its key: in the primary, then in the tier as well."""
+    """One of a sealed repository, by somebody without its key."""
     key = sealed(tmp_path)
     save(tmp_path, 1, 2, key=key)
     rewritten(newest(tmp_path / "fast", "manifest.json"))
-    with said("restored from .*slow"):
-        assert together(2, lambda ranks: load(tmp_path, ranks, key=key)) == [2, 2]
-    rewritten(newest(tmp_path / "slow", "manifest.json"))
     assert together(2, lambda ranks: load(tmp_path, ranks, key=key)) == [1, 1]
     refused = together(2, lambda ranks: load(tmp_path, ranks, 2, key=key))
     assert all("is not what a holder of the repository's key has put there" in str(one) for one in refused), refused
 
 
-def test_a_tier_that_one_rank_does_not_find_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1, 2)
-    flip(newest(tmp_path / "fast", "rank-00001.safetensors"))
-    monkeypatch.setattr(group_restore, "stand_in", lambda repo, url: None)
-    assert together(2, lambda ranks: load(tmp_path, ranks)) == [1, 1]
-
-
-def test_a_tier_that_one_rank_cannot_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than if it were damaged there: the job goes on from an older checkpoint."""
-    save(tmp_path, 1, 2)
-    flip(newest(tmp_path / "fast", "rank-00001.safetensors"))
-
-    def unreadable(repo: Repo, url: str) -> Repo | None:
-        there = stand_in(repo, url)
-        assert there is not None and threading.current_thread() is not threading.main_thread()
-
-        def away(*_: Any, **__: Any) -> Any:
-            raise StoreUnavailable("the bucket does not answer")
-
-        monkeypatch.setattr(there, "index_bytes", away)
-        return there
-
-    monkeypatch.setattr(group_restore, "stand_in", unreadable)
-    assert together(2, lambda ranks: load(tmp_path, ranks)) == [1, 1]
-    refused = together(2, lambda ranks: load(tmp_path, ranks, 2))
-    assert all("rank-00001.safetensors" in str(one) for one in refused), "why it was not loaded from the primary"
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_peeked_at_is_what_is_restored(tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_peeked_at_is_what_is_restored(tmp_path: Path, ranks: int) -> None:
     def work(own: Any, steps: int, *, peek: bool) -> list[int]:
         state, seen = part(own.rank, 0), list[int]()
         if ranks == 1:
@@ -202,4 +144,3 @@ def test_what_is_peeked_at_is_what_is_restored(tmp_path: Path, ranks: int, caplo
     for pack in (tmp_path / "fast").glob("runs/main/a0001/step-00000002/*.safetensors"):
         flip(pack)
     assert run(3, peek=True) == [[2, 2, 2]] * ranks
-    assert "written again" not in caplog.text, "the primary's tables are not damaged"

@@ -11,6 +11,7 @@ import pytest
 
 import tenuto
 from support.tiny_training import flip
+from tenuto.cli import main
 from tenuto.crashpoints import armed
 from tenuto.errors import CopyDiverged, CorruptionError, RemovalRefused, RepositoryError, StoreFull, UsageError
 from tenuto.maintenance import copy_record
@@ -20,7 +21,8 @@ from tenuto.maintenance.copy_elsewhere import execute
 from tenuto.maintenance.copy_plan import plan_copy
 from tenuto.maintenance.remove import execute as execute_removal
 from tenuto.maintenance.remove import plan_remove
-from tenuto.maintenance.verify import assert_whole
+from tenuto.maintenance.verify import assert_whole, plan_verify
+from tenuto.maintenance.verify import execute as verify
 from tenuto.model.ids import CheckpointId
 from tenuto.model.records import Receipt
 from tenuto.repo.repository import Repo
@@ -425,3 +427,73 @@ def test_a_place_holds_one_copy_on_the_list(both: tuple[Path, Path]) -> None:
     shutil.rmtree(to)
     copy(source, to)
     assert len(list(copy_record.registered_copies(Repo.open(open_store(source))))) == 1
+
+
+def told_by_check(source: Path, to: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The status of `replicate --check`, and what it says."""
+    with pytest.raises(SystemExit) as ended:
+        main(["replicate", str(source), str(to), "--check"])
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def test_a_copy_of_a_tag_that_was_moved_from_what_is_gone_is_whole_and_in_step(
+    both: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, to = both
+    tenuto.Repository(source).tag("good", 2)
+    remove(source, 1)
+    copy(source, to)
+    assert_whole(Repo.open(open_store(to)))
+    assert loaded(to, step="good") == 2
+    assert told_by_check(source, to, capsys)[0] == 0
+    # What a version named that was left out of an earlier copy is brought as well.
+    (to / "refs/tag/good/1.json").unlink()
+    assert not verify(Repo.open(open_store(to)), plan_verify(Repo.open(open_store(to)))).ok
+    copy(source, to)
+    assert_whole(Repo.open(open_store(to)))
+
+
+def test_a_check_names_what_its_status_is_for(both: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    source, to = both
+    copy(source, to)
+    status, told = told_by_check(source, to, capsys)
+    assert status == 0 and "in step" in told
+    tenuto.Repository(source).tag("good", 2)
+    status, told = told_by_check(source, to, capsys)
+    assert status == BEHIND and "1 name behind" in told and "in step" not in told
+
+
+def test_a_copy_of_a_deduped_run_has_what_its_checkpoints_need_and_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base lies in the trash of the copy for some of its own chunks: what it rests on itself was not copied."""
+    source, to = tmp_path / "source", tmp_path / "copy"
+    state = {"w": np.arange(20_000.0), "z": np.zeros(250_000)}
+    with tenuto.Checkpointer(
+        source, state, save=tenuto.every(steps=1), encoding="dedupe", keep=tenuto.keep.latest(1)
+    ) as ckpt:
+        for step in ckpt.steps(5):
+            state["w"][step] = -1.0
+            if step % 3 == 0:
+                state["z"] += 1
+    copy(source, to)
+    found = verify(Repo.open(open_store(to)), plan_verify(Repo.open(open_store(to))))
+    assert found.ok, found.findings
+    assert any("only what others need" in finding.message for finding in found.findings), "of a base"
+    assert told_by_check(source, to, capsys)[0] == 0
+    flip(to, "runs/main/a0001/step-00000004/*.pack", -10)
+    assert not verify(Repo.open(open_store(to)), plan_verify(Repo.open(open_store(to)))).ok, "damage is damage"
+
+
+def test_a_tag_on_what_a_tier_does_not_get_is_no_damage_there(tmp_path: Path) -> None:
+    home, tier = tmp_path / "home", tmp_path / "tier"
+    for steps in 3, 5:
+        tiers = tenuto.Tiers(tenuto.Tier(home), tenuto.Tier(tier, save=tenuto.every(steps=2)))
+        with tenuto.Checkpointer(tiers, {"w": np.zeros(100)}, save=tenuto.every(steps=1)) as ckpt:
+            ckpt.restore()
+            for _ in ckpt.steps(steps):
+                pass
+        there = {int(path.parent.name[-8:]) for path in tier.glob("runs/main/a0001/*/manifest.json")}
+        tenuto.Repository(home).tag("early", min({1, 2, 3} - there))
+    assert (tier / "refs/tag/early/1.json").exists()
+    assert_whole(Repo.open(open_store(tier)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 from dataclasses import replace
 
 import numpy as np
@@ -222,7 +223,9 @@ def test_bytes_that_cannot_be_read_are_named_and_the_others_checked(world, monke
 
     def failing(reader, offset, buffer):
         if reader.name == pack and offset <= 4096 + 250 < offset + len(buffer):
-            raise StoreError("input/output error", subject=pack)
+            error = StoreError("input/output error", subject=pack)
+            error.errno = errno.EIO
+            raise error
         read_into(reader, offset, buffer)
 
     monkeypatch.setattr(MemoryReader, "read_into", failing)

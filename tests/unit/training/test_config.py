@@ -209,7 +209,6 @@ def test_the_settings_of_a_large_job_are_what_code_would_say(monkeypatch: pytest
             dict(
                 name="cold",
                 bandwidth=2 * 10**9,
-                encoding="small",
                 save=every(steps=10_000, hours=6),
                 keep=keep.daily(30) | keep.weekly(),
             ),
@@ -282,6 +281,7 @@ NOT_SAID = {
     "Checkpointer.state": "objects of the script",
     "Checkpointer.data": "an object of the script",
     "Checkpointer.ranks": "each process's own rank",
+    "Tier.encoding": "refused",
 }
 CLASSES = {
     "Checkpointer": (tenuto.Checkpointer, ()),
@@ -429,16 +429,8 @@ def test_what_makes_no_sense_has_its_line(text: str, problem: str) -> None:
         ('[[tiers]]\nwhere = "/a"\ncapacity = "10kB"', ':3: tiers[0].capacity = "10kB" is not a size with its unit'),
         ('[[tiers]]\nwhere = "/a"\nbandwidth = "200MB"', ':3: tiers[0].bandwidth = "200MB" is not a rate'),
         (
-            '[[tiers]]\nwhere = "/a"\nencoding = "small"\n[[tiers]]\nwhere = "/b"',
-            ":3: a tier cannot have an encoding of its own where saves wait for it",
-        ),
-        (
-            '[[tiers]]\nwhere = "/a"\nper_node = true\n[[tiers]]\nwhere = "/b"\nencoding = "auto"',
-            ":6: a tier cannot have an encoding of its own where it is the primary",
-        ),
-        (
-            '[[tiers]]\nwhere = "/a"\n[[tiers]]\nwhere = "/b"\nencoding = "compress"',
-            ':5: tiers[1].encoding = "compress" is not "plain", "dedupe", "auto" or "small"',
+            '[[tiers]]\nwhere = "/a"\n[[tiers]]\nwhere = "/b"\nencoding = "small"',
+            ":5: there is no key tiers[1].encoding: a tier stores each checkpoint as the primary does",
         ),
         ('[[tiers]]\nwhere = "/a"\n[tiers.keep]\nlatest = 0', ":4: tiers[0].keep.latest = 0 is not a whole number"),
         ('[cache]\ndirectory = "/c"\n[[tiers]]\nwhere = "/a"', ":1: cache belongs into the tier that it is for"),

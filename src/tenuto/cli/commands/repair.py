@@ -13,7 +13,7 @@ from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import checkpoint, repository
 from tenuto.cli.console.output import agreed
-from tenuto.errors import UsageError, typed
+from tenuto.errors import StoreError, UsageError, typed
 
 if TYPE_CHECKING:
     from tenuto.maintenance.repair import Quarantined, RepairReport
@@ -94,6 +94,8 @@ def repair(
         output.document("repair", _json(plan, report, dry_run=dry_run))
     if plan.mendings if report is None else not report.ok:
         raise typer.Exit(DAMAGED)
+    if plan.unread:
+        raise typer.Exit(StoreError.exit_code)
 
 
 def _of_run(repo: Repo, run: str | None) -> list[CheckpointId] | None:
@@ -114,7 +116,7 @@ def _question(plan: RepairPlan) -> str:
 def _print_plan(plan: RepairPlan) -> None:
     from tenuto.units import count, size
 
-    for reason in plan.unreached:
+    for reason in (*plan.unreached, *plan.unread):
         output.story(f"note: not looked at: {reason}")
     if plan.unseen:
         output.story(f"note: {count(len(plan.unseen), 'data file')} not looked at, on other nodes")
@@ -153,7 +155,6 @@ def _leaves(paths: tuple[str, ...], number: int, words: str) -> str:
 
 
 def _print_report(repo: Repo, report: RepairReport) -> None:
-    from tenuto.repo.encoded_places import stand_ins
     from tenuto.units import count, size
 
     for one, error in report.failed:
@@ -164,10 +165,6 @@ def _print_report(repo: Repo, report: RepairReport) -> None:
         output.line(f"DAMAGED  {lost.id} stays damaged, and is noted so{_leaves(lost.lost, lost.count, lost.words)}")
         for way in _ways_out(repo, lost):
             output.story(f"more: {way}")
-    for id in dict.fromkeys(one.id for one in report.plan.hopeless if one.id is not None):
-        for there in stand_ins(repo, id):
-            copy = typed("tenuto", "cp", there.url, f"{id.run}/a{id.attempt}/{id.step}", repo.url)
-            output.story(f"more: {copy} --to-run NEWRUN brings all of {id} from the tier that has it")
     whole = 0 if report.verification is None else len(report.verification.checked) - len(report.quarantined)
     done = f"{count(len(report.repaired), 'object')} repaired, {size(report.bytes)}"
     output.line(f"{done}; {count(whole, 'checkpoint')} verified whole")
@@ -228,6 +225,7 @@ def _json(plan: RepairPlan, report: RepairReport | None, *, dry_run: bool) -> di
             for one in plan.mendings
         ],
         "not_reached": list(plan.unreached),
+        "unread": list(plan.unread),
         "unseen": len(plan.unseen),
         "done": None,
     }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tenuto.cli.commands.verify import DAMAGED, print_findings, report_json
+from tenuto.cli.commands.verify import print_findings, report_json
 from tenuto.cli.console import options, output
 from tenuto.cli.console.help_text import examples
 from tenuto.cli.console.options import repository
@@ -67,7 +67,7 @@ def scrub(
     if not report.ok:
         if found.damaged():
             output.story(f"hint: {typed('tenuto', 'repair', repo.url)} puts back what it finds whole elsewhere")
-        raise typer.Exit(DAMAGED)
+        raise typer.Exit(found.exit_code)
     if found.unnoted is not None:
         raise typer.Exit(found.unnoted.exit_code)
 
@@ -79,6 +79,7 @@ def _summary(report: ScrubReport) -> str:
     damaged = len(found.damaged())
     parts = [f"{len(found.checked) - len(found.partly) - damaged} whole", f"{damaged} DAMAGED" if damaged else ""]
     parts += [f"{len(found.partly)} in part" if found.partly else ""]
+    parts += [f"{count(len(found.unread), 'object')} could not be read" if found.unread else ""]
     read = f"{size(found.bytes_read)} read in {seconds(found.seconds)}"
     line = f"{count(len(found.checked), 'checkpoint')} read: {', '.join(filter(None, parts))} ({read})"
     return f"{line}; {report.overdue} still due, one for {age(report.oldest_s)}" if report.overdue else line

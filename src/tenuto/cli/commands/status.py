@@ -71,11 +71,8 @@ def _print_run(found: Status, one: RunStatus) -> None:
     numbers = tuple(str(number) for number in range(1, min(len(found.places), _PLACES) + 1))
     table = Columns(("CHECKPOINT", "SIZE", *numbers), right=frozenset({"SIZE"}))
     for row in one.spread:
-        cells = (
-            f"{whole or '-'}{f', {size(nbytes)}' if nbytes else ''}"
-            for whole, nbytes in zip(row.places, row.stored, strict=True)
-        )
-        table.add(str(row.id).partition("/")[2], size(row.bytes), *list(cells)[:_PLACES])
+        cells = ["?" if place.problem else whole or "-" for place, whole in zip(found.places, row.places, strict=True)]
+        table.add(str(row.id).partition("/")[2], size(row.bytes), *cells[:_PLACES])
     if one.spread:
         behind = [
             "?" if place.problem else f"{count} behind" if count else "in step"
@@ -174,7 +171,6 @@ def _json(found: Status) -> dict[str, Any]:
                         "bytes": row.bytes,
                         "created": row.created,
                         "places": list(row.places),
-                        "stored": [nbytes or None for nbytes in row.stored],
                     }
                     for row in one.spread
                 ],

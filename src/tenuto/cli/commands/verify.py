@@ -104,7 +104,7 @@ def verify(
         output.story(f"warning: the result is not noted with every checkpoint: {unnoted.message}")
     if not report.ok:
         _hint(repo, report, noted=note)
-        raise typer.Exit(DAMAGED)
+        raise typer.Exit(report.exit_code)
     if unnoted is not None:
         raise typer.Exit(unnoted.exit_code)  # the JSON document is already printed, and there must be only one
 
@@ -174,6 +174,10 @@ def _print(report: VerifyReport) -> None:
     if report.ok:
         output.line(f"{many}: whole ({read})" if report.every_byte else f"{many}: structure whole ({read})")
         return
+    if report.exit_code != DAMAGED:
+        unread = f"{count(len(report.unread), 'object')} could not be read, and nothing is said of them"
+        output.line(f"{many}: what could be read is whole ({read}); {unread}")
+        return
     damaged = report.damaged()
     wrong = count(len(report.errors), "error")
     which = f"{len(damaged)} of {many} DAMAGED" if damaged else f"{many} can be restored"
@@ -182,9 +186,9 @@ def _print(report: VerifyReport) -> None:
 
 def _words(finding: Finding) -> str:
     """Formats a finding: the problem, then its location."""
-    harm = finding.severity == "error" and not finding.removed
     where = "in the trash, and cannot be brought back: " if finding.removed and finding.severity == "error" else ""
-    head = output.styled("DAMAGED", "damaged", sys.stdout) if harm else "note   "
+    heads = {"error": output.styled("DAMAGED", "damaged", sys.stdout), "unread": "UNREAD "}
+    head = "note   " if where else heads.get(finding.severity, "note   ")
     subject = " ".join(part for part in (str(finding.id) if finding.id else "", finding.leaf or "") if part)
     place = finding.object or ""
     if finding.offset is not None:
@@ -220,6 +224,7 @@ def report_json(repo: Repo, report: VerifyReport) -> dict[str, Any]:
         "checked": list(report.checked),
         "damaged": list(report.damaged()),
         "unseen": report.unseen,
+        "unread": len(report.unread),
         "in_part": list(report.partly),
         "not_begun": report.due,
         "not_noted": None if report.unnoted is None else report.unnoted.message,

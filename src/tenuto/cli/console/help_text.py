@@ -25,7 +25,7 @@ EXIT_CODES: Final[dict[int, str]] = {
     11: "no such run or checkpoint",
     12: "damage: something is not what was saved, or nothing is restorable",
     13: "another process owns the run",
-    14: "written by a newer version of Tenuto",
+    14: "written by a newer version of Tenuto, or in a format that was given up",
     15: "a save failed",
     16: "not removed: something still needs it",
     17: "a wait reached its deadline",

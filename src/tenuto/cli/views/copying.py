@@ -264,12 +264,13 @@ def _print_check(repo: Repo, found: CopyCheck) -> None:
         output.line(f"behind: {', '.join(behind[:5])}{f' and {len(behind) - 5} more' if len(behind) > 5 else ''}")
     how = "every byte read" if found.every_byte else "without the content of data files"
     kinds = [one.kind for one in found.problems]
-    words = [f"{kinds.count(kind)} {kind}" for kind in ("missing", "damaged", "diverged") if kind in kinds]
+    words = [f"{kinds.count(kind)} {kind}" for kind in ("missing", "damaged", "diverged", "unread") if kind in kinds]
     words += [f"{found.behind} behind"] if found.behind else []
+    words += [f"{count(found.names_behind, 'name')} behind"] if found.names_behind else []
     kept = f", {len(found.kept)} of them removed in {found.where}" if found.kept else ""
     many = count(len(found.checked), "checkpoint")
     output.line(f"{many} in {found.to}{kept}: {', '.join(words) or 'in step'} ({size(found.bytes_read)}, {how})")
     if found.damaged:
         output.story(f"hint: {typed('tenuto', 'replicate', repo.url, found.to, '--read')} replaces what is damaged")
-    elif behind:
+    elif behind or found.names_behind:
         output.story(f"hint: {typed('tenuto', 'replicate', repo.url, found.to)}")

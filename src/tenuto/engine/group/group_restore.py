@@ -16,7 +16,7 @@ from tenuto.engine.read.choose import Matched, Prepare, RestoreResult, Skipped, 
 from tenuto.engine.read.local_state import LocalState
 from tenuto.engine.read.node_share import NodePeers, NodeSharedReads, here, peers_of_each
 from tenuto.engine.save.rank_group import RESTORE_TIMES
-from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, StoreError, in_words
+from tenuto.errors import CheckpointNotFound, CorruptionError, RankFailed, RanksMissing, in_words
 from tenuto.events import CandidateSkipped, Emitter, RestoredEvent
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import tag_number, untag_number
@@ -25,7 +25,6 @@ from tenuto.model.records import Json, Manifest
 from tenuto.model.timing import RankTimings
 from tenuto.ranks.contract import VoteResult
 from tenuto.ranks.round import REASON, Round
-from tenuto.repo.encoded_places import stand_in, stand_ins
 from tenuto.repo.format.manifest import Aborted, decode_manifest
 from tenuto.repo.lineage import resolve
 from tenuto.repo.notes import noted_metrics
@@ -204,43 +203,23 @@ class GroupRestore:
         return result
 
     def _restored(self, id: CheckpointId, skipped: Sequence[Skipped] = ()) -> RestoreResult:
-        """Restores a checkpoint; one that some rank finds damaged from a tier that stores it in another way, if there
-        is one that all ranks can read it from."""
-        try:
-            return self._broadcast_and_read(id, skipped, self._repo)
-        except (CorruptionError, StoreError) as error:
-            if self.raised_by_all or not isinstance(as_damage(error), CorruptionError):
-                raise
-            for there in stand_ins(self._repo, id):
-                try:
-                    found = self._broadcast_and_read(id, skipped, there)
-                except (CheckpointNotFound, CorruptionError, StoreError):
-                    if self.raised_by_all:
-                        raise
-                    continue
-                self._emitter.report(f"{id} is damaged in {self._repo.url}: restored from {there.url}", id.run)
-                return found
-            raise
-
-    def _broadcast_and_read(self, id: CheckpointId, skipped: Sequence[Skipped], source: Repo) -> RestoreResult:
-        """Opens a round for a checkpoint as `source` has it: the repository, or a tier of it."""
-        data = source.manifest_bytes(id)
+        """Opens a round for a checkpoint, and restores it with the others."""
+        data = self._repo.manifest_bytes(id)
         mark = hashlib.sha256(data).hexdigest()
         copy = data if len(data) <= BROADCAST_BYTES else b""
         skipped = [(one, _shown(reason)) for one, reason in skipped]
         passed = [[_id_json(one), reason] for one, reason in skipped]
         noted = {name: tag_number(value) for name, value in noted_metrics(self._repo, id).items()}
         with self._open_round() as round:
-            tier = "" if source is self._repo else source.url
-            round.broadcast(b"\n".join([TRY, canonical_json.dumps([_id_json(id), mark, passed, noted, tier]), copy]))
-        return _completed(self._read(id, source, lambda: data), skipped, noted)
+            round.broadcast(b"\n".join([TRY, canonical_json.dumps([_id_json(id), mark, passed, noted]), copy]))
+        return _completed(self._read(id, lambda: data), skipped, noted)
 
     # -- the others ----------------------------------------------------------------------------------------------------
 
     def _follow(self) -> RestoreResult | None:
         reported: set[CheckpointId] = set()
         damaged: list[Skipped] = []
-        """What was tried last, unless it comes from a tier yet."""
+        """What was tried last, unless it is tried again."""
 
         def report(skipped: Sequence[Skipped]) -> None:
             for one, reason in skipped:
@@ -258,22 +237,19 @@ class GroupRestore:
             if message == NONE:
                 return None
             _, name, data = message.split(b"\n", 2)
-            candidate, mark, passed, noted, tier = canonical_json.loads(name)
-            id, source = CheckpointId(*candidate), self._repo if not tier else stand_in(self._repo, str(tier))
+            candidate, mark, passed, noted = canonical_json.loads(name)
+            id = CheckpointId(*candidate)
             skipped = [(CheckpointId(*one), str(reason)) for one, reason in passed]
             report([*skipped, *(one for one in damaged if one[0] != id)])
             try:
-                found = partial(self._found, id, source, mark, data)
-                return _completed(self._read(id, source or self._repo, found), skipped, noted)
+                return _completed(self._read(id, partial(self._found, id, mark, data)), skipped, noted)
             except CorruptionError as error:
                 damaged = [(id, error.message)]
 
-    def _found(self, id: CheckpointId, source: Repo | None, mark: str, copy: bytes) -> bytes:
+    def _found(self, id: CheckpointId, mark: str, copy: bytes) -> bytes:
         """Returns the manifest that was broadcast, or the one this rank finds. Raises CorruptionError where it is not
-        the coordinator's, and where this rank does not know the tier that it comes from."""
-        if source is None:
-            raise CorruptionError(f"the tier that the coordinator reads {id} from is not known here", subject=str(id))
-        data = copy or source.manifest_bytes(id)
+        the coordinator's."""
+        data = copy or self._repo.manifest_bytes(id)
         if hashlib.sha256(data).hexdigest() != mark:
             raise CorruptionError(f"the manifest of {id} is not the one that the coordinator has read", subject=str(id))
         return data
@@ -283,22 +259,20 @@ class GroupRestore:
     def _open_round(self) -> Round:
         return self.group.agreement.round("restore")
 
-    def _read(self, id: CheckpointId, source: Repo, data: Callable[[], bytes]) -> RestoreResult:
-        """Reads this rank's part, from `source`, once the checkpoint fits all ranks, votes, and sets plain values once
+    def _read(self, id: CheckpointId, data: Callable[[], bytes]) -> RestoreResult:
+        """Reads this rank's part once the checkpoint fits all ranks, votes, and sets plain values once
         all have voted for it. Raises CorruptionError where some rank found it damaged, or gone; StateMismatch on all
         ranks where none takes some of it; any other error of this rank, or RankFailed for one of another."""
         began = time.perf_counter()
         outcome = RankOutcome()
-        manifest, matched = self._matched(id, source, data, outcome)
+        manifest, matched = self._matched(id, data, outcome)
         with ExitStack() as stack:
-            if self.group.spread and source is self._repo:
+            if self.group.spread:
                 self._hand_over(id, manifest, matched, stack)
             node = self._shared_reads()
             if node is not None:
                 stack.callback(node.close)
-            ranks = self._read_and_vote(id, source, matched, outcome, node)
-        if source is not self._repo:
-            self._repo.distrusted.add(id)
+            ranks = self._read_and_vote(id, matched, outcome, node)
         crashpoint("restore voted for, run not yet claimed")
         try:
             state = matched.prepared.apply()
@@ -320,7 +294,7 @@ class GroupRestore:
         return self._peers.reads(self._reads, patience_s=patience_s, emitter=self._emitter)
 
     def _read_and_vote(
-        self, id: CheckpointId, source: Repo, matched: Matched, outcome: RankOutcome, node: NodeSharedReads | None
+        self, id: CheckpointId, matched: Matched, outcome: RankOutcome, node: NodeSharedReads | None
     ) -> RankTimings | None:
         """Reads this rank's part. Returns, once all ranks have, where the time went on each."""
         own: BaseException | None = None
@@ -333,7 +307,7 @@ class GroupRestore:
             outcome.wait_s = 0.0 if node is None else node.waited_s
             outcome.read_s = max(time.perf_counter() - began - outcome.wait_s, 0.0)
         except Exception as error:  # noqa: BLE001 - sent to all, and raised here after the vote
-            own = self._damage(error, source)
+            own = as_damage(error)
             outcome.reason = _reason(own)
             if node is not None:
                 node.leave()
@@ -368,16 +342,7 @@ class GroupRestore:
         self.raised_by_all = False
         handed.await_visible(id)
 
-    def _damage(self, error: Exception, source: Repo) -> Exception:
-        """Returns the error as a restore sees it. What keeps a rank from reading a tier is no more than damage there:
-        there are other checkpoints."""
-        if source is not self._repo and isinstance(error, StoreError):
-            return CorruptionError(f"{in_words(error)} ({source.url})", subject=error.subject)
-        return as_damage(error)
-
-    def _matched(
-        self, id: CheckpointId, source: Repo, data: Callable[[], bytes], outcome: RankOutcome
-    ) -> tuple[Manifest, Matched]:
+    def _matched(self, id: CheckpointId, data: Callable[[], bytes], outcome: RankOutcome) -> tuple[Manifest, Matched]:
         """Matches the checkpoint on every rank with what it holds. Where it does not fit some rank, or all leave some
         of it over, nothing of any target has changed."""
         began = time.perf_counter()
@@ -385,11 +350,11 @@ class GroupRestore:
         own: BaseException | None = None
         rank, of = self.group.rank, self.group.world_size
         try:
-            manifest = _manifest(data(), id, source)
-            found = manifest, match(source, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
+            manifest = _manifest(data(), id, self._repo)
+            found = manifest, match(self._repo, manifest, self._prepare, rank=rank, of=of, emitter=self._emitter)
             outcome.match_s = time.perf_counter() - began
         except Exception as error:  # noqa: BLE001 - sent to all, and raised here after the vote
-            own = self._damage(error, source)
+            own = as_damage(error)
         left_over = None if found is None else found[1].prepared.unmatched
         reason = "" if own is None else _reason(own)
         with self._open_round() as round:

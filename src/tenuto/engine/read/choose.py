@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -261,27 +260,8 @@ def as_damage(error: Exception) -> Exception:
     )
 
 
-def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -> RestoreResult:
-    """Restores a checkpoint; one that is damaged from a tier that stores it in another way, if there is one."""
-    try:
-        return _restored(repo, id, prepare, emitter)
-    except (CorruptionError, StoreError) as error:
-        damage = as_damage(error)
-        if not isinstance(damage, CorruptionError):
-            raise
-        from tenuto.repo.encoded_places import stand_ins  # only where something is damaged
-
-        for there in stand_ins(repo, id):
-            with suppress(CheckpointNotFound, CorruptionError, StoreError):
-                found = _restored(there, id, prepare, emitter)
-                emitter.report(f"{id} is damaged in {repo.url}: restored from {there.url}", id.run)
-                repo.distrusted.add(id)
-                return found
-        raise
-
-
 @gc_paused
-def _restored(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -> RestoreResult:
+def _attempt(repo: Repo, id: CheckpointId, prepare: Prepare, emitter: Emitter) -> RestoreResult:
     began = time.perf_counter()
     manifest = repo.manifest(id)
     prepared, moved = fetch(repo, manifest, prepare, emitter=emitter)

@@ -76,7 +76,8 @@ def copy_pack(
     at: the checkpoint in whose directory it lies, where that is another one.
     to: its name there; empty: its own, or that of the part.
 
-    replaces: what `target` has is damaged, and goes once another copy has been verified in full.
+    replaces: what `target` has is damaged, and goes once another copy has been verified in full; what is put instead is
+        read back and compared.
     watched: wraps the content, to tell how far it is or to end it early.
     token: of the put; one of its own by default, since others may copy it at the same time.
 
@@ -101,7 +102,12 @@ def copy_pack(
                         pass
                     target.delete([name])
                     crashpoint("damaged copy removed, not yet written anew")
-                return target.put_if_absent(put, content, token=token or secrets.token_hex(16))
+                receipt = target.put_if_absent(put, content, token=token or secrets.token_hex(16))
+            if replaces:
+                with target.open(name) as reader:
+                    for _ in VerifiedContent(repo, manifest, reader, index, number).pieces():
+                        pass
+            return receipt
         except AlreadyExists:
             return None
         except StoreFull:

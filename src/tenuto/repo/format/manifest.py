@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from tenuto.concurrency.worker_threads import gc_paused
-from tenuto.errors import CorruptionError
+from tenuto.errors import CorruptionError, FormatTooNew
 from tenuto.model import canonical_json
 from tenuto.model.canonical_json import Spelled, tag_number, untag_number
 from tenuto.model.ids import CheckpointId
@@ -186,6 +186,8 @@ def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
         raise found.refuse("names another checkpoint than its own")
     parent = found.checkpoint("parent")
     check_parent(parent, id.run, id.attempt + 1, found)
+    environment = found.mapping("environment")
+    _refuse_tiers_own(environment, id)
     indexes = _indexes(found)
     if len(indexes) > 1 and "boxes" not in found.values:
         raise found.refuse("names several ranks' indexes and no table of parts")
@@ -201,7 +203,7 @@ def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
         parent=parent,
         metrics=_metrics(found),
         progress=found.mapping("progress"),
-        environment=found.mapping("environment"),
+        environment=environment,
         certificate=found.mapping("certificate"),
         created=found.text("created"),
         boxes=_read_entry(found, found.values["boxes"]) if "boxes" in found.values else None,
@@ -211,6 +213,17 @@ def _manifest(found: Fields, id: CheckpointId, tree: Json) -> Manifest:
         health=_health(found) if "health" in found.values else None,
         code=found.text("code") if "code" in found.values else "",
     )
+
+
+def _refuse_tiers_own(environment: Mapping[str, Json], id: CheckpointId) -> None:
+    """Raises FormatTooNew for a checkpoint that a tier has stored in an encoding of its own, as before 1.0."""
+    about = environment.get("encoding")
+    if isinstance(about, Mapping) and "tier" in about:
+        raise FormatTooNew(
+            f"{id} is stored here in an encoding of its tier's own, which this version of Tenuto does not read",
+            subject=str(id),
+            hint="nothing here is changed; give the tier a new directory: it gets what the primary still has",
+        )
 
 
 def _tree(found: Fields) -> Json:
@@ -256,7 +269,7 @@ def _indexes(found: Fields) -> tuple[IndexEntry, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The content digest: the same for equal copies of a checkpoint, in every tier and encoding.
+# The content digest: the same for equal copies of a checkpoint, in every place and encoding.
 
 
 def content_digest(

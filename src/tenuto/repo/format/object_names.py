@@ -32,7 +32,7 @@ STAGED: Final = f"{PARTIAL}repair-"
 
 _PACKS: Final = (".safetensors", ".pack")
 _PART: Final = re.compile(
-    r"rank-[0-9]{5,}(\.index|(\.e[0-9a-f]{8})?(\.[0-9]{2,})?\.pack|(\.home)?(\.[0-9]{2,})?\.safetensors)", re.ASCII
+    r"rank-[0-9]{5,}(\.index|(\.[0-9]{2,})?\.pack|(\.home)?(\.[0-9]{2,})?\.safetensors)", re.ASCII
 )
 _HOME_PACK: Final = re.compile(r"rank-[0-9]{5,}\.home(\.[0-9]{2,})?\.safetensors", re.ASCII)
 _PLACE: Final = re.compile(r"[0-9a-f]{12}-[0-9a-f]{32}\.json", re.ASCII)
@@ -72,10 +72,9 @@ def pack_file(rank: int, number: int, *, home: bool = False) -> str:
     return f"rank-{rank:05d}{'.home' if home else ''}{further}.safetensors"
 
 
-def encoded_pack_file(rank: int, number: int, token: str = "") -> str:
-    """Returns the name of a rank's pack of encoded chunks. `token`: of a checkpoint that was encoded anew for one
-    place, eight hexadecimal digits of its own: under one name every place has the same bytes."""
-    return f"rank-{rank:05d}{f'.e{token}' if token else ''}{f'.{number:02d}' if number else ''}.pack"
+def encoded_pack_file(rank: int, number: int) -> str:
+    """Returns the name of a rank's pack of encoded chunks."""
+    return f"rank-{rank:05d}{f'.{number:02d}' if number else ''}.pack"
 
 
 def notes_directory(id: CheckpointId) -> str:

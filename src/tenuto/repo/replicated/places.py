@@ -54,9 +54,15 @@ def copies_of(store: Store, name: str) -> list[Store]:
 
 
 def each_copy(store: Store, name: str) -> Iterable[Store]:
-    """Yields the places that have a copy of an object, fastest first. None is asked before those in front of it."""
+    """Yields the places that have a copy of an object, fastest first. None is asked before those in front of it. One
+    that does not answer has none."""
+    return (one for one in places_in_order(store, name) if exists(one, name))
+
+
+def places_in_order(store: Store, name: str) -> list[Store]:
+    """Returns the places that may have a copy of an object, fastest first."""
     places = places_of(store)
-    return (one for one in ([store] if places is None else places.order(name)) if exists(one, name))
+    return [store] if places is None else places.order(name)
 
 
 def unreachable(store: Store) -> Sequence[UnreachableReplica]:

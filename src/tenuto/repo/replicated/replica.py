@@ -66,16 +66,16 @@ class Replica:
     def url(self) -> str:
         return self.store.url
 
-    def prepare(self, name: str, begin: bytes | None = None) -> None:
+    def prepare(self, name: str) -> None:
         """Prepares the place for the first object of a save: copies the repository record, the claim and the save's
-        begin, or puts `begin` for that, where the place stores the checkpoint in another way.
+        begin.
 
         Under one claim a step is saved once, so the place has nothing else there if its claim is the home's. Raises
         StoreError if this is not the place that joined (a disk that is not mounted), or if another line of training has
         used the same numbers.
         """
         step = object_names.step_of(name)
-        if step is None or (step in self._prepared and begin is None):
+        if step is None or step in self._prepared:
             return
         self._check_mark()
         attempt = step.rpartition("/")[0]
@@ -83,9 +83,6 @@ class Replica:
             self._copy_identical(object_names.REPOSITORY)
             if self._copy_identical(f"{attempt}/{object_names.ATTEMPT}"):
                 self._claims.add(attempt)
-        if begin is not None:
-            self._put(f"{step}/{object_names.BEGIN}", begin)
-            return  # it may be put again, with other names
         # It names what thousands of ranks may write: not every one of them reads it.
         self._copy(f"{step}/{object_names.BEGIN}")
         self._prepared.add(step)
@@ -227,7 +224,15 @@ class ReplicaChoice:
 def exists(store: Store, name: str) -> bool:
     """Returns whether the object exists; False also if unknown."""
     try:
-        store.stat(name)
+        return is_there(store, name)
     except StoreError:
+        return False
+
+
+def is_there(store: Store, name: str) -> bool:
+    """Returns whether the object exists. Raises StoreError where the store does not say."""
+    try:
+        store.stat(name)
+    except ObjectNotFound:
         return False
     return True

@@ -19,6 +19,7 @@ from tenuto.model import canonical_json
 from tenuto.model.records import Receipt
 from tenuto.record import record
 from tenuto.repo.format import object_names
+from tenuto.repo.format.manifest import MAX_MANIFEST
 from tenuto.repo.replicated.partial_copy import PartialReader
 from tenuto.repo.replicated.replica import LruCache, Replica, ReplicaChoice, UnreachableReplica, exists
 from tenuto.store.contract import (
@@ -357,16 +358,31 @@ class ReplicatedStore:
         return self._copied(name, limit) or data
 
     def _copied(self, name: str, limit: int) -> bytes | None:
-        """Returns an intact copy of a sealed object that is damaged in the home."""
+        """Returns an intact copy of a sealed object that is damaged in the home; not of another line of training."""
         for store in (*self.others, *self.followers):
             try:
                 data = store.get(name, limit=limit)
+                if not canonical_json.is_sealed(data, name) or self._is_of_another_line(store, name):
+                    continue
             except (StoreError, CorruptionError):
                 continue
-            if canonical_json.is_sealed(data, name):
+            else:
                 self.warn(f"{name} in {self.url} is damaged: read from {store.url}")
                 return data
         return None
+
+    def _is_of_another_line(self, store: Store, name: str) -> bool:
+        """Returns whether a place has a claim, or a save's `begin.json`, other than the home's, above an object: it is
+        another one under the same numbers then."""
+        step, attempt = object_names.step_of(name), object_names.attempt_of(name)
+        for above in (f"{attempt}/{object_names.ATTEMPT}", f"{step}/{object_names.BEGIN}" if step else ""):
+            if attempt is None or above in ("", name):
+                continue
+            with suppress(StoreError, CorruptionError):  # what cannot be read names no other line
+                there, here = (one.get(above, limit=MAX_MANIFEST) for one in (store, self.home))
+                if there != here and canonical_json.is_sealed(there, above) and canonical_json.is_sealed(here, above):
+                    return True
+        return False
 
     def open(self, name: str) -> Reader:
         try:

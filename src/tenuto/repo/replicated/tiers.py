@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tenuto.errors import UsageError
 from tenuto.events import TierLag
@@ -15,9 +15,15 @@ from tenuto.store.registry import open_store
 from tenuto.store.wrappers.throttle import ThrottledStore
 
 if TYPE_CHECKING:  # a load needs no policies
-    from tenuto.policy.encoding import Encoding
     from tenuto.policy.keep import KeepPolicy
     from tenuto.policy.save import SavePolicy
+
+
+ENCODE_ALL: Final = (
+    "encoding= of the Checkpointer is for all tiers; `tenuto repack WHERE --encoding small` makes a run small that has "
+    "ended"
+)
+"""What to do instead of giving a tier an encoding of its own."""
 
 
 class Tier:
@@ -32,8 +38,8 @@ class Tier:
     - `wait`: whether a save counts as committed only when this tier has its data files too. By default only the first
       tier is waited for; the others are filled in the background.
     - `bandwidth`: how many bytes per second are written to it at most, such as "200MB/s".
-    - `encoding`: how it stores what it gets, as of a Checkpointer: "dedupe", "auto", "small" or an Encoding. By default
-      each checkpoint is stored as it was saved. Only for tiers that are filled in the background.
+
+    Every tier stores a checkpoint as it was saved: `encoding=` is an argument of the Checkpointer.
     """
 
     def __init__(
@@ -47,7 +53,7 @@ class Tier:
         capacity: int | str | None = None,
         wait: bool | None = None,
         bandwidth: int | str | None = None,
-        encoding: str | Encoding | None = None,
+        encoding: object = None,
     ) -> None:
         self.where = where
         self.name = name
@@ -57,7 +63,7 @@ class Tier:
         self.capacity = None if capacity is None else parse_bytes(capacity, "capacity")
         self.wait = wait
         self.bandwidth = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
-        self.encoding = _encoding(encoding)
+        _refuse_encoding(encoding)
 
     def __repr__(self) -> str:
         return f"Tier({self.name or self.where!r})"
@@ -97,7 +103,6 @@ class Tiers(ReplicatedStore):
         opened = [_opened(tier, first=not number) for number, tier in enumerate(tiers)]
         _check_order(opened)
         home = next(one for one in opened if not one.tier.per_node)
-        _check_encodings(opened, home)
         packs_in = [one.store for one in opened if one.waits]
         self._check_waits(packs_in, copies)
         super().__init__(
@@ -169,19 +174,6 @@ def _check_order(opened: Sequence[OpenTier]) -> None:
         )
 
 
-def _check_encodings(opened: Sequence[OpenTier], home: OpenTier) -> None:
-    """Raises UsageError for an encoding of a tier that training writes to itself, or where the run is claimed."""
-    for one in opened:
-        if one.tier.encoding is not None and (one.waits or one is home):
-            why = "saves wait for it" if one.waits else "it is the primary"
-            raise UsageError(
-                f"{one.name} cannot have an encoding of its own: {why}",
-                subject="encoding",
-                hint="Checkpointer(encoding=) says how saves are stored; Tier(encoding=) is for tiers that are filled "
-                "in the background",
-            )
-
-
 def _retention(keep: KeepPolicy | None) -> KeepPolicy | None:
     if keep is None:
         return None
@@ -192,14 +184,13 @@ def _retention(keep: KeepPolicy | None) -> KeepPolicy | None:
     return keep
 
 
-def _encoding(encoding: str | Encoding | None) -> Encoding | None:
-    """Returns the encoding of a tier; None where it stores checkpoints as they come."""
-    if encoding is None:
-        return None
-    from tenuto.policy.encoding import encoding_of
-
-    found = encoding_of(encoding)
-    return None if found.plain else found
+def _refuse_encoding(encoding: object) -> None:
+    if encoding is not None:
+        raise UsageError(
+            f"encoding={encoding!r} of a tier: a tier stores each checkpoint as the primary does",
+            subject="encoding",
+            hint=ENCODE_ALL,
+        )
 
 
 def _cadence(save: SavePolicy | None) -> SavePolicy | None:

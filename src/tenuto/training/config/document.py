@@ -19,6 +19,7 @@ from typing import Any, Final
 from tenuto.errors import UsageError, did_you_mean, typed
 from tenuto.record import record
 from tenuto.regular_files import opener
+from tenuto.repo.replicated.tiers import ENCODE_ALL
 from tenuto.training.config.keys import KEYS, Key, Kind, Table, flat, named
 
 FILE: Final = "tenuto.toml"
@@ -188,7 +189,12 @@ class Document:
             hint = did_you_mean(name, [whole for whole, _ in flat()])
         if _SECRET.search(name):
             hint = f"no key holds a secret: {_ELSEWHERE}"
-        self.add(place, f"there is no key {dotted(place)}", hint or f"one of {', '.join(key.name for key in keys)}")
+        why = ""
+        if (place[0], name) == ("tiers", "encoding"):
+            why, hint = ": a tier stores each checkpoint as the primary does", ENCODE_ALL
+        self.add(
+            place, f"there is no key {dotted(place)}{why}", hint or f"one of {', '.join(key.name for key in keys)}"
+        )
 
     # The file.
 

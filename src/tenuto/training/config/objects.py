@@ -240,12 +240,6 @@ def _check_locations(document: Document) -> None:
             before = [_identity(one[name]) for one in tiers[:number] if name in one]
             if name in tier and _identity(tier[name]) in before:
                 document.add((*place, name), f"two tiers have the same {name}", f"another {name}, or one tier")
-        if tier.get("encoding", "plain") != "plain" and (tier is main or tier.get("wait", not number)):
-            why = "saves wait for it" if tier.get("wait", not number) else "it is the primary"
-            document.add(
-                (*place, "encoding"), f"a tier cannot have an encoding of its own where {why}",
-                'put it below a tier that is filled in the background, or say encoding = "…" for all saves',
-            )  # fmt: skip
         if tier.get("per_node") and number:
             document.add((*place, "per_node"), "only the first tier can be per_node", "put it first: the fastest is")
     if main is None:
