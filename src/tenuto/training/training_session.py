@@ -37,7 +37,7 @@ from tenuto.training.uncounted import FirstSave, UncountedBatches, warn_of_epoch
 
 CLOSE_DEADLINE_S = 600.0
 REST_S = 10.0
-"""How long the rest of an epoch's body, an evaluation, may take once a signal has come: less than most give to leave."""
+"""How long the rest of an epoch's body may take once a signal has come: less than most give to leave."""
 GIVE_BACK_S = 20.0
 """The part of the time given to `close` that is reserved for giving the run back."""
 STOPPED = "stop() was called"
