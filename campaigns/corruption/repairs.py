@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -100,6 +100,11 @@ def _train(made: Redundancy, where: Any, source: np.random.Generator, *, steps: 
                 "rate": 0.1,
                 "frozen": frozen,
             }
+
+
+def _keyed(one: Redundancy, root: Path) -> AbstractContextManager[Any]:
+    """Gives the key to whoever reads what is sealed, and to nobody else: a key for what is not sealed is an error."""
+    return mock.patch.dict(os.environ, {"TENUTO_KEY_FILE": str(root / "key")} if one.name == "sealed" else {})
 
 
 def _created(place: Path) -> Store:
@@ -341,7 +346,8 @@ def build(name: str, root: Path, seed: int) -> Redundancy:
     made = REDUNDANCIES[name](root, np.random.default_rng(seed))
     # One attempt of each is over, and nothing of it is going to change by itself.
     made.objects = {path: path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
-    with Sources.of(Repo.open(open_store(made.primary), report=lambda message: None), made.sources) as sources:
+    repo = Repo.open(open_store(made.primary), report=lambda message: None)
+    with _keyed(made, root), Sources.of(repo, made.sources) as sources:
         made.checked = {id.directory for id in plan_repair(sources).checked}
     return made
 
@@ -379,8 +385,7 @@ def workplace() -> Iterator[Path]:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tenuto-repairs-", dir=within)))
         (root / "shm").mkdir(mode=0o700)
         stack.enter_context(mock.patch.object(slots, "SHARED_MEMORY", str(root / "shm")))
-        environment = {"XDG_STATE_HOME": str(root / "state"), "TENUTO_KEY_FILE": str(root / "sealed" / "key")}
-        stack.enter_context(mock.patch.dict(os.environ, environment))
+        stack.enter_context(mock.patch.dict(os.environ, {"XDG_STATE_HOME": str(root / "state")}))
         yield root
         for image in dead_images():
             remove_image(image.slot)
@@ -422,7 +427,8 @@ def strike(one: Redundancy, root: Path, source: random.Random, tally: RepairTall
         struck[path] = change
         tally.struck[f"{one.name}, {kind}, {change}"] += 1
     try:
-        problems = list(_judge(one, root, struck, alone=alone, tally=tally))
+        with _keyed(one, root):
+            problems = list(_judge(one, root, struck, alone=alone, tally=tally))
     finally:
         _heal(one, root)
     words = ", ".join(f"{path.relative_to(root)} {change}" for path, change in struck.items())
