@@ -32,10 +32,6 @@ DRAWN: Final = frozenset({RandomSampler, SubsetRandomSampler, WeightedRandomSamp
 """The ones among them that draw a new order each time. torchdata saves only the state of its own RandomSampler: for
 these it requests a new order, and skips as many samples of it."""
 
-UNSEEDED_WORKERS: Final = (
-    "random augmentation in loader workers is repeated only where it is seeded per sample: "
-    "a worker's own generators cannot be put back to where they were inside an epoch"
-)
 PREPARED: Final = (
     "{name} wraps a loader in a way that is not known here; pass the DataLoader itself, as it was before it was wrapped"
 )
@@ -57,44 +53,43 @@ def attach(loader: Any) -> DataPosition | None:
         return _of_prepared(loader)
     if not issubclass(type(loader), DataLoader):
         return RestartingPosition(loader, PREPARED.format(name=type(loader).__name__))
-    caveats = (UNSEEDED_WORKERS,) if loader.num_workers > 0 else ()
     if has_state(loader):
-        return _of_stateful(loader, caveats)
+        return _of_stateful(loader)
     if isinstance(loader.dataset, IterableDataset):
-        return _of_stream(loader, caveats)
-    return ReplayPosition(loader, _unrepeatable(loader), caveats)
+        return _of_stream(loader)
+    return ReplayPosition(loader, _unrepeatable(loader))
 
 
-def _of_stateful(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPosition:
+def _of_stateful(loader: DataLoader[Any]) -> DataPosition:
     sampler = _sampler(loader)
     name = type(sampler).__name__
     if isinstance(loader.dataset, IterableDataset) or _is_torchdatas(type(sampler)) or has_state(sampler):
-        return StatefulLoaderPosition(loader, (), caveats)
+        return StatefulLoaderPosition(loader)
     if type(sampler) in DRAWN and _is_torchdatas(type(loader).__iter__):
         if not has_state(loader.dataset):
-            return ReplayPosition(loader, _unrepeatable(loader), caveats)
+            return ReplayPosition(loader, _unrepeatable(loader))
         reason = f"the order of {name} is drawn again by {type(loader).__name__}: shuffle=True has one that it keeps"
-        return StatefulLoaderPosition(loader, (reason,), caveats)
+        return StatefulLoaderPosition(loader, (reason,))
     if type(sampler) not in REPEATABLE:
-        caveats += (f"the order of {name} is kept only if its iterator has a state_dict, or seed and epoch make it",)
-    return StatefulLoaderPosition(loader, (), caveats)
+        caveat = f"the order of {name} is kept only if its iterator has a state_dict, or seed and epoch make it"
+        return StatefulLoaderPosition(loader, (), (caveat,))
+    return StatefulLoaderPosition(loader)
 
 
 def _of_prepared(loader: Any) -> DataPosition:
     inside = plain(loader.base_dataloader)
-    caveats = (UNSEEDED_WORKERS,) if inside.num_workers > 0 else ()
     if reads_elsewhere(loader):
         return PreparedPosition(loader, None)
     if not isinstance(inside.dataset, IterableDataset):
         reasons = _unrepeatable(inside)
-        return PreparedPosition(loader, ReplayPosition(inside, reasons, caveats), caveats=caveats)
+        return PreparedPosition(loader, ReplayPosition(inside, reasons))
     name = type(inside.dataset).__name__
     reasons = ()
     if not has_state(inside.dataset):
         reasons = (f"{name} is an IterableDataset without state_dict, so an interrupted epoch starts again",)
     elif inside.num_workers:
         reasons = (f"the state of {name} lies in the loader's workers, so an interrupted epoch starts again",)
-    return PreparedPosition(loader, None, reasons, caveats)
+    return PreparedPosition(loader, None, reasons)
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
@@ -124,15 +119,15 @@ def _unrepeatable(loader: DataLoader[Any]) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _of_stream(loader: DataLoader[Any], caveats: tuple[str, ...]) -> DataPosition:
+def _of_stream(loader: DataLoader[Any]) -> DataPosition:
     dataset = loader.dataset
     if not has_state(dataset):
-        return RestartingStream(loader, f"{type(dataset).__name__} is an IterableDataset without state_dict", caveats)
+        return RestartingStream(loader, f"{type(dataset).__name__} is an IterableDataset without state_dict")
     if loader.num_workers:
         return RestartingStream(
-            loader, f"the state of {type(dataset).__name__} lies in the loader's workers; {STATEFUL_HINT}", caveats
+            loader, f"the state of {type(dataset).__name__} lies in the loader's workers; {STATEFUL_HINT}"
         )
-    return StreamPosition(loader, (), caveats)
+    return StreamPosition(loader)
 
 
 class RestartingStream(RestartingPosition):

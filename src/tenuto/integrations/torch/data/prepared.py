@@ -77,6 +77,8 @@ class PreparedPosition(CountedPosition):
         self._plain: Any = plain(base)
         self._has_length = not isinstance(base.dataset, IterableDataset)
         self._group = _reads_at_once(loader)
+        if order is not None:
+            order.workers.ahead = 2 * self._group
         self._elsewhere = reads_elsewhere(loader)
         self._reading = Reading(iter(()), 0, 1, None)
         self._iterated = 0
@@ -183,12 +185,15 @@ class PreparedPosition(CountedPosition):
         inside = self._begun and not ended
         if self._order is not None and inside:
             self._order.reopen()
+        order = None if self._order is None else self._order.state_dict()
+        if self._order is not None and order is not None and inside and "workers" in order:
+            order["workers"] = self._order.workers.state(self.delivered * self._group)
         found: dict[str, Any] = {
             "kind": self.kind,
             "iteration": self.iteration,
             "delivered": self.delivered,
             "ended": ended or not self._begun,
-            "order": None if self._order is None else self._order.state_dict(),
+            "order": order,
             "seed": getattr(self._seedable, "initial_seed", None),
             "ahead": self._reading.before() if inside else None,
         }

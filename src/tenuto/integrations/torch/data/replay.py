@@ -9,6 +9,7 @@ object that yields indices is replaced, so the numbers are those of the same loa
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from tenuto.integrations.torch import rng
 from tenuto.integrations.torch.data.sampler import ResumableSampler, SharedOrder
+from tenuto.integrations.torch.data.worker_generators import LEFT_EARLY, WorkerGenerators
 from tenuto.record import record
 from tenuto.state.position import rng as global_rng
 from tenuto.state.position.positions import CountedPosition, OrderCursor, WorldSizeChange, length
@@ -274,6 +276,9 @@ class ReplayPosition(CountedPosition):
         self._moved = False
         """Resumed by other ranks, or in batches of another size, and not iterated yet."""
         self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
+        self.workers = WorkerGenerators(loader, weakref.WeakMethod(self._add_reason))
+        self._turned = False
+        """Whether persistent workers began in the middle of an epoch, under other numbers than torch gives them."""
         self._started_workers = False
         self._worker_seed: Any = None
         """With persistent workers: the state of the generator from which their seed was drawn, epochs ago. None where
@@ -294,7 +299,8 @@ class ReplayPosition(CountedPosition):
         loaded, self._loaded = self._loaded, None
         if loaded is not None and epoch == loaded[0] and (start > 0 or loaded[1] == 0):
             batches = self._continued(loaded[1])
-            return self._counted(epoch, batches, loaded[1] if self._passed_over else 0)
+            first = loaded[1] if self._passed_over else 0
+            return self._counted(epoch, self.workers.received(batches, first), first)
         over, self._over = self._over, None
         if start and epoch == over:
             return self._at_end(epoch, start)
@@ -306,6 +312,11 @@ class ReplayPosition(CountedPosition):
         self._sampler_epoch.begin(epoch)
         if not self._keeps_workers:
             self._worker_seed = None
+        elif loaded is not None and self.workers.drawn:
+            self._add_reason(LEFT_EARLY)
+        elif self._started_workers:
+            _, delivered, ended = self.at
+            self._keep_workers(left_early=not ended and delivered < (self.batches_in(self._epoch) or delivered + 1))
         cold = self._keeps_workers and not self._started_workers and self._worker_seed is None
         self._start = EpochStart(_order_generators(), self._own_states(), cold)
         skip = self._placed(epoch, start)
@@ -313,7 +324,16 @@ class ReplayPosition(CountedPosition):
         if late:
             self._indices.before = self._note_start
         batches = self._opened(skip, cold=cold, late=late)
-        return self._counted(epoch, batches, start if self._passed_over else 0)
+        first = start if self._passed_over else 0
+        return self._counted(epoch, self.workers.received(batches, first), first)
+
+    def _keep_workers(self, *, left_early: bool) -> None:
+        """Has persistent workers begin another epoch; new ones in their place, if torch would number them otherwise."""
+        self.workers.goes_on(left_early=left_early)
+        if self._turned:
+            if self.workers.unknown:
+                self._add_reason(LEFT_EARLY)
+            self._loader, self._started_workers = _with_indices(self._data, self._indices), False
 
     def _note_start(self) -> None:
         self._start = EpochStart(_order_generators(), self._own_states(), cold=False, late=True)
@@ -384,14 +404,17 @@ class ReplayPosition(CountedPosition):
         """Returns the loader's iterator, after all draws that belong to the beginning of the epoch (`late`: after those
         that belong to `iter`). `start`: of an epoch that is continued."""
         self._indices.start_after(skip)
+        if not self._started_workers:
+            self.workers.begin(self._loader, skip, fresh=start is None and (cold or not self._keeps_workers))
+            self._turned = self._keeps_workers and skip % self.workers.workers != 0
         drawn_before = self._worker_seed is not None and not cold
-        if drawn_before and not (self._keeps_workers and self._started_workers):
+        if drawn_before and not self._started_workers:
             batches = self._with_seeded_workers()
         else:
             if cold:
                 self._worker_seed = (self._data.generator or torch.default_generator).get_state()
             batches = iter(self._loader)
-        self._started_workers = True
+        self._started_workers = self._keeps_workers
         self._place_late(start)
         self._passed_over = late or self._indices.begin()
         if skip and not self._passed_over:
@@ -452,6 +475,8 @@ class ReplayPosition(CountedPosition):
         return here
 
     def state_dict(self) -> dict[str, Any]:
+        if self._started_workers and (changed := self.workers.changed()):
+            self._add_reason(changed)
         out = {
             **self._progress(),
             "generators": list(self._own_states()),
@@ -464,6 +489,8 @@ class ReplayPosition(CountedPosition):
         }
         if self._order is not None:
             out["order"] = self._order.state_dict(self._epoch, self._current.delivered)
+        if self.workers.workers and (self._keeps_workers or not out["ended"]):
+            out["workers"] = self.workers.state()
         # Unused for an epoch that is over, and unknown to a process that resumed there.
         out["drawn"] = None if out["ended"] else self._indices.drawn if self._loaded is None else self._drawn
         if self._start is not None and not out["ended"]:
@@ -493,6 +520,8 @@ class ReplayPosition(CountedPosition):
             self._add_reason(
                 "persistent_workers is another than it was when it was saved, so later epochs draw otherwise"
             )
+        for reason in self.workers.load(state.get("workers"), inside=not state["ended"]):
+            self._add_reason(reason)
         self._take(state)
         if self._order is not None and "order" in state:
             self._moved = self._order.load_state_dict(state["order"], state["epoch"], state["delivered"])

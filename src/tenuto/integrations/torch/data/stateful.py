@@ -3,6 +3,8 @@ stream."""
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from tenuto.integrations.torch import rng
 from tenuto.integrations.torch.data.replay import EpochCut, EpochOfSampler, index_sampler, order_differs, order_name
 from tenuto.integrations.torch.data.sampler import SharedOrder
+from tenuto.integrations.torch.data.worker_generators import LEFT_EARLY, WorkerGenerators
 from tenuto.state.position.positions import CountedPosition, Delivered, OrderCursor, WorldSizeChange, length
 
 
@@ -22,6 +25,14 @@ class StatefulLoaderPosition(CountedPosition):
     def __init__(self, loader: Any, reasons: tuple[str, ...] = (), caveats: tuple[str, ...] = ()) -> None:
         super().__init__(loader, reasons, caveats)
         self._has_length = not isinstance(loader.dataset, IterableDataset)
+        self._loader = loader
+        if loader.num_workers:  # a copy, so that whoever iterates the loader itself is sent plain batches
+            self._loader = copy.copy(loader)
+            self._loader.__dict__.update({"_iterator": None, "_initial_iter_for_state_dict": False})
+        self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
+        self._started_workers = False
+        self.workers = WorkerGenerators(loader, weakref.WeakMethod(self._add_reason))
+        self.workers.ahead = getattr(loader, "snapshot_every_n_steps", 1)
         indices = index_sampler(loader)
         self._sampler_epoch = EpochOfSampler(indices)
         self._order = SharedOrder.of(indices) if self._has_length else None
@@ -44,19 +55,27 @@ class StatefulLoaderPosition(CountedPosition):
         if loaded is not None and loaded[0] == epoch:
             if start and loaded[2]:
                 return self._at_end(epoch, start)
-            return self._counted(epoch, iter(self._data), loaded[1])
+            return self._counted(epoch, self.workers.received(iter(self._loader), loaded[1]), loaded[1])
         self._cut_anew = 0, 0
         begun = self._order.base(epoch).batches if self._order is not None else 0
         if start > begun and not self._moved:
             self._add_reason("the checkpoint holds no position of this loader, so the epoch starts again")
         self._moved = False
         if loaded is not None and not loaded[2]:
+            if self._keeps_workers and self.workers.drawn:
+                self._add_reason(LEFT_EARLY)
             with rng.preserved():
-                iter(self._data)  # the rest of an epoch that the training loop has left
+                iter(self._loader)  # the rest of an epoch that the training loop has left
         self._sampler_epoch.begin(epoch)
         if self._order is not None:
             self._order.place(epoch)
-        return self._counted(epoch, iter(self._data), begun)
+        if self._keeps_workers and self._started_workers:
+            _, delivered, ended = self.at
+            self.workers.goes_on(left_early=not ended and delivered > 0)
+        else:
+            self.workers.begin(self._loader, 0, fresh=True)
+        self._started_workers = True
+        return self._counted(epoch, self.workers.received(iter(self._loader), begun), begun)
 
     def _restore_order(self) -> None:
         """Restores the order: a loop that calls set_epoch after the load has set it to the epoch's beginning."""
@@ -68,7 +87,7 @@ class StatefulLoaderPosition(CountedPosition):
         if loaded is not None and loaded[0] == epoch and not loaded[2]:
             self._restore_order()
             with rng.preserved():
-                next(iter(self._data), None)
+                next(iter(self._loader), None)
             self._loaded = epoch, loaded[1], True
         super().run_out(epoch)
 
@@ -101,15 +120,20 @@ class StatefulLoaderPosition(CountedPosition):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
+        if self._keeps_workers and self._started_workers and (changed := self.workers.changed()):
+            self._add_reason(changed)
         self._restore_order()
+        # A loader never iterated would make its iterator to answer, and draw from a generator.
+        loader = self._loader.state_dict() if self._begun or self._loaded is not None else None
+        read_again = (loader or {}).get("_steps_since_snapshot", 0)
         return {
             **self._progress(),
-            # A loader never iterated would make its iterator to answer, and draw from a generator.
-            "loader": self._data.state_dict() if self._begun or self._loaded is not None else None,
+            "loader": loader,
             "generators": [generator.get_state() for generator in self._own],
             "sampler_epoch": self._sampler_epoch.seen,
             **self._counts(),
             **self._shared(),
+            **({"workers": self.workers.state(self._current.delivered - read_again)} if self.workers.workers else {}),
         }
 
     def _shared(self) -> dict[str, Any]:
@@ -144,11 +168,15 @@ class StatefulLoaderPosition(CountedPosition):
             self._unusable_epoch = state["epoch"] if here is None else None
             self._epoch, self._current, self._begun = state["epoch"], Delivered(iter(()), here or 0), False
         else:
+            for reason in self.workers.load(state.get("workers"), inside=not state["ended"]):
+                self._add_reason(reason)
+            self.workers.begin(self._loader, 0, fresh=False)
+            self._started_workers = True
             with rng.preserved():
-                self._data.load_state_dict(state["loader"])
+                self._loader.load_state_dict(state["loader"])
                 # torchdata makes an iterator from the state here, not at the next `iter`: its draws were made before.
                 # One at its end is replaced at `iter`, which draws what the uninterrupted run draws.
-                self._data.state_dict()
+                self._loader.state_dict()
             if self._order is not None:
                 self._order_at = self._order.sampler_state()
             self._take({**state, "delivered": here})
