@@ -208,6 +208,32 @@ def length(sized: Any) -> int | None:
         return None
 
 
+def begin_whole(dataset: Any) -> None:
+    """Has an epoch that is not continued begin at its beginning.
+
+    Streams of Hugging Face's `datasets` begin *every* iteration where the state says that was loaded last, unless
+    `set_epoch` told them of another epoch: each one after a resume would be as short as the rest of the resumed one.
+    """
+    if type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "load_state_dict"):
+        dataset.load_state_dict(None)
+
+
+def stream_gaps(dataset: Any) -> tuple[str, ...]:
+    """Returns what the state of a stream of `datasets` is known to leave out: the samples in a buffer that shuffles."""
+    inside, todo = 0, [getattr(dataset, "_ex_iterable", None)]
+    while todo and inside < _MOST_STAGES:
+        one, inside = todo.pop(), inside + 1
+        if type(one).__name__.startswith("BufferShuffled"):
+            return (
+                "the stream shuffles in a buffer, and its state does not have the samples in it: inside an epoch it "
+                "continues with others",
+            )
+        todo += [getattr(one, "ex_iterable", None), *(getattr(one, "ex_iterables", None) or ())] if one else []
+    return ()
+
+
+_MOST_STAGES: Final = 1000
+
 Gap = weakref.ReferenceType[Callable[[], None]]
 
 _NOTHING: Final = object()
@@ -216,11 +242,15 @@ _NOTHING: Final = object()
 class Delivered(Iterator[Any]):
     """An epoch's iterator that counts what it delivers."""
 
-    def __init__(self, batches: Iterator[Any], delivered: int = 0, *, on_gap: Gap | None = None) -> None:
-        """`on_gap` is called when training continues after a batch whose loading raised. It is a weak reference: in a
-        cycle with its position an iterator would release its workers only at garbage collection."""
+    def __init__(
+        self, batches: Iterator[Any], delivered: int = 0, *, on_gap: Gap | None = None, on_end: Gap | None = None
+    ) -> None:
+        """`on_gap` is called when training continues after a batch whose loading raised, `on_end` when there is no
+        more. They are weak references: in a cycle with its position an iterator would release its workers only at
+        garbage collection."""
         self._batches = batches
         self._on_gap = on_gap
+        self._on_end = on_end
         self._failed = False
         self.delivered = delivered
         self.ended = False
@@ -229,9 +259,12 @@ class Delivered(Iterator[Any]):
         try:
             batch = next(self._batches)
         except StopIteration:
-            self.ended = True
+            first, self.ended = not self.ended, True
             self._batches = iter(())  # releases a loader's worker processes
             self._continued()
+            ended = self._on_end() if first and self._on_end is not None else None
+            if ended is not None:
+                ended()
             raise
         except BaseException:  # an interrupt too: a notebook may continue with the same iterator
             self._failed = True
@@ -263,6 +296,9 @@ class CountedPosition:
         self._epoch = 0
         self._current = Delivered(iter(()))
         self._begun = False
+        self._longest: int | None = None
+        """Batches of the longest epoch that has ended, where the source does not know its length."""
+        self._resumed = False
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -325,8 +361,23 @@ class CountedPosition:
 
     def _counted(self, epoch: int, batches: Iterator[Any], delivered: int) -> Iterator[Any]:
         self._epoch, self._begun = epoch, True
-        self._current = Delivered(batches, delivered, on_gap=weakref.WeakMethod(self._add_gap_reason))
+        self._current = Delivered(
+            batches,
+            delivered,
+            on_gap=weakref.WeakMethod(self._add_gap_reason),
+            on_end=None if self._has_length else weakref.WeakMethod(self._note_length),
+        )
         return self._current
+
+    def _note_length(self) -> None:
+        """Tells of an epoch that is shorter than one before the resume: its source may have begun in its middle."""
+        longest, here = self._longest or 0, self._current.delivered
+        if self._resumed and here < longest:
+            self._add_reason(
+                f"epoch {self._epoch} ended after {here} batches, and one before the resume had {longest}: "
+                f"{self._source} may begin each epoch where it was resumed"
+            )
+        self._longest = max(longest, here)
 
     def _add_gap_reason(self) -> None:
         self._add_reason(
@@ -345,6 +396,7 @@ class CountedPosition:
             "epoch": self._epoch,
             "delivered": self._current.delivered,
             "ended": self._current.ended or not self._begun,
+            **({} if self._has_length else {"longest": self._longest}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -369,6 +421,7 @@ class CountedPosition:
         """Counts from a loaded position, so that saving before the next batch saves the same one."""
         self._counted(state["epoch"], iter(()), state["delivered"])
         self._current.ended = state["ended"]
+        self._longest, self._resumed = state.get("longest"), True
 
     def _add_reason(self, reason: str) -> None:
         """Records why the resume is not exact, and warns once per reason."""
@@ -386,6 +439,10 @@ class StatefulPosition(CountedPosition):
     _source_state: Any = None
     """The state loaded into the source, until it is iterated."""
 
+    def __init__(self, data: Any) -> None:
+        super().__init__(data, stream_gaps(data))
+        self._has_length = length(data) is not None
+
     @property
     def reasons(self) -> tuple[str, ...]:
         """Those that the source itself says, as a trainer's position does, are among them."""
@@ -399,6 +456,8 @@ class StatefulPosition(CountedPosition):
         loaded, self._loaded, self._source_state = self._loaded, None, None
         if start and loaded == (epoch, True):
             return self._at_end(epoch, start)
+        if loaded is None or loaded[0] != epoch:
+            begin_whole(self._data)
         return self._counted(epoch, iter(self._data), start)
 
     def run_out(self, epoch: int) -> None:

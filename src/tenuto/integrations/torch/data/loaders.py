@@ -21,7 +21,7 @@ from tenuto.integrations.torch.data.replay import ReplayPosition, index_sampler,
 from tenuto.integrations.torch.data.sampler import ResumableSampler
 from tenuto.integrations.torch.data.stateful import StatefulLoaderPosition, StreamPosition
 from tenuto.integrations.torch.rng import is_seedable
-from tenuto.state.position.positions import DataPosition, RestartingPosition, has_state
+from tenuto.state.position.positions import DataPosition, RestartingPosition, has_state, stream_gaps
 
 REPEATABLE: Final = frozenset(
     {SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler, ResumableSampler}
@@ -64,7 +64,7 @@ def _of_stateful(loader: DataLoader[Any]) -> DataPosition:
     sampler = _sampler(loader)
     name = type(sampler).__name__
     if isinstance(loader.dataset, IterableDataset) or _is_torchdatas(type(sampler)) or has_state(sampler):
-        return StatefulLoaderPosition(loader)
+        return StatefulLoaderPosition(loader, stream_gaps(loader.dataset))
     if type(sampler) in DRAWN and _is_torchdatas(type(loader).__iter__):
         if not has_state(loader.dataset):
             return ReplayPosition(loader, _unrepeatable(loader))
@@ -84,7 +84,7 @@ def _of_prepared(loader: Any) -> DataPosition:
         reasons = _unrepeatable(inside)
         return PreparedPosition(loader, ReplayPosition(inside, reasons))
     name = type(inside.dataset).__name__
-    reasons = ()
+    reasons = stream_gaps(inside.dataset)
     if not has_state(inside.dataset):
         reasons = (f"{name} is an IterableDataset without state_dict, so an interrupted epoch starts again",)
     elif inside.num_workers:
@@ -127,7 +127,7 @@ def _of_stream(loader: DataLoader[Any]) -> DataPosition:
         return RestartingStream(
             loader, f"the state of {type(dataset).__name__} lies in the loader's workers; {STATEFUL_HINT}"
         )
-    return StreamPosition(loader)
+    return StreamPosition(loader, stream_gaps(dataset))
 
 
 class RestartingStream(RestartingPosition):

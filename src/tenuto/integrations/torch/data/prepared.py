@@ -21,7 +21,14 @@ from tenuto.integrations.torch.data.host_generators import Captured, HostGenerat
 from tenuto.integrations.torch.data.replay import ReplayPosition, order_sampler
 from tenuto.integrations.torch.rng import is_seedable
 from tenuto.state.position import rng as global_rng
-from tenuto.state.position.positions import CountedPosition, DataPosition, WorldSizeChange, attach, has_state
+from tenuto.state.position.positions import (
+    CountedPosition,
+    DataPosition,
+    WorldSizeChange,
+    attach,
+    begin_whole,
+    has_state,
+)
 
 HOME: Final = "accelerate.data_loader"
 KINDS: Final = frozenset({"DataLoaderShard", "DataLoaderDispatcher"})
@@ -98,6 +105,7 @@ class PreparedPosition(CountedPosition):
         if self._order is not None:
             batches = self._order.iterate(epoch, delivered * self._group)
         elif loaded is None:
+            begin_whole(self._plain.dataset)
             batches = iter(self._plain)
         else:
             now = global_rng.capture()

@@ -14,7 +14,14 @@ from tenuto.integrations.torch import rng
 from tenuto.integrations.torch.data.replay import EpochCut, EpochOfSampler, index_sampler, order_differs, order_name
 from tenuto.integrations.torch.data.sampler import SharedOrder
 from tenuto.integrations.torch.data.worker_generators import LEFT_EARLY, WorkerGenerators
-from tenuto.state.position.positions import CountedPosition, Delivered, OrderCursor, WorldSizeChange, length
+from tenuto.state.position.positions import (
+    CountedPosition,
+    Delivered,
+    OrderCursor,
+    WorldSizeChange,
+    begin_whole,
+    length,
+)
 
 
 class StatefulLoaderPosition(CountedPosition):
@@ -69,6 +76,7 @@ class StatefulLoaderPosition(CountedPosition):
         self._sampler_epoch.begin(epoch)
         if self._order is not None:
             self._order.place(epoch)
+        begin_whole(self._loader.dataset)
         if self._keeps_workers and self._started_workers:
             _, delivered, ended = self.at
             self.workers.goes_on(left_early=not ended and delivered > 0)
@@ -240,6 +248,7 @@ class StreamPosition(CountedPosition):
     def iterate(self, epoch: int, start: int) -> Iterator[Any]:
         loaded, self._loaded = self._loaded, None
         if loaded is None or loaded[0] != epoch or not start:
+            begin_whole(self._data.dataset)
             self._batches = iter(self._data)
         elif loaded[1]:
             self._batches = iter(())

@@ -30,6 +30,7 @@ from torch.utils.data._utils import fetch, worker
 from tenuto.errors import StateMismatch
 from tenuto.integrations.torch.data.host_generators import HostGenerators
 from tenuto.state.position import rng
+from tenuto.state.position.positions import begin_whole
 
 ROOM: Final = 12 * 1024
 """Bytes for a worker's record at least, so that its size seldom changes: the three global generators take 10,100."""
@@ -241,6 +242,7 @@ class Begin:
         following = _Following(number, self.records.get(number))
         for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
             kind.fetch = _followed(kind.fetch, following)  # type: ignore[method-assign]
+        fetch._IterableDatasetFetcher.__init__ = _beginning(fetch._IterableDatasetFetcher.__init__)  # type: ignore[method-assign]
 
 
 def _seed(info: Any, worker_id: int, number: int) -> None:
@@ -252,6 +254,20 @@ def _seed(info: Any, worker_id: int, number: int) -> None:
     worker._worker_info = worker.WorkerInfo(
         id=number, num_workers=info.num_workers, seed=base + number, dataset=info.dataset
     )
+
+
+def _beginning(plain: Callable[..., None]) -> Callable[..., None]:
+    """Wraps the beginning of an iteration in a worker; the first one may continue an epoch."""
+    before = 0
+
+    def begin(self: Any, dataset: Any, *arguments: Any) -> None:
+        nonlocal before
+        if before:
+            begin_whole(dataset)
+        before += 1
+        plain(self, dataset, *arguments)
+
+    return begin
 
 
 def _followed(plain: Callable[[Any, Any], Any], following: _Following) -> Callable[[Any, Any], Any]:
