@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tenuto.integrations.torch import ResumableSampler, resumable
+from tenuto.integrations.torch.gradients import Gradients
 
 if TYPE_CHECKING:
     from tenuto.integrations.torch.distributed_checkpoint import StorageReader, StorageWriter
     from tenuto.integrations.torch.save_file import load, save
 
-__all__ = ["ResumableSampler", "StorageReader", "StorageWriter", "load", "resumable", "save"]
+__all__ = ["Gradients", "ResumableSampler", "StorageReader", "StorageWriter", "load", "resumable", "save"]
 
 _HOMES = {
     "StorageReader": "distributed_checkpoint",

@@ -29,7 +29,6 @@ from tenuto.engine.save.rank_group import RESTORE_TIMES, GroupRound, RankGroup
 from tenuto.errors import CorruptionError, RunInUse, TenutoError, UsageError, in_words
 from tenuto.events import AttemptClaimed, Emitter, Event, RestoredEvent, Resumed, Warned
 from tenuto.model import exactness
-from tenuto.model.exactness import EXACT
 from tenuto.model.ids import CheckpointId, run_key
 from tenuto.model.records import Manifest
 from tenuto.repo.format.small_records import encode_attempt
@@ -47,6 +46,7 @@ from tenuto.training import run_registry
 from tenuto.training.arguments import Settings
 from tenuto.training.emergency import EmergencyPlaces
 from tenuto.training.fresh_start import left_behind, warn_of_fresh_start
+from tenuto.training.snapshot import amended
 from tenuto.training.tier_worker import TierWorker
 
 WRITING_S = 10.0
@@ -335,7 +335,10 @@ class RunClaim:
         restored = Restored.of(
             result, self._repo.url, self.restored_image.footer.age_s if self.restored_image else None
         )
-        self.restored = replace(restored, certificate=self._position.amended(restored.certificate, moved))
+        certificate = self._position.amended(restored.certificate, moved)
+        data = self._position.data
+        reasons = (*self._position.reasons, *(data.reasons if data is not None else ()))
+        self.restored = replace(restored, certificate=amended(certificate, self._state, restored.report, reasons))
         for reason in self._position.reasons:
             self._warn(reason)
 
@@ -473,12 +476,8 @@ class RunClaim:
         return Resumed(result.id, where, result.bytes, result.seconds, age_s, base, verdict, run)
 
     def _verdict(self) -> str:
-        """Returns whether the resume is exact, and a reason if it is not: but for those that have been reported."""
+        """Returns whether the resume is exact, and a reason if it is not."""
         assert self.restored is not None
-        verdict, data = self.restored.verdict, self._position.data
-        reported = self._position.reasons or (data is not None and data.reasons)
-        if verdict is None or verdict in EXACT or reported:
-            return verdict or ""
         return exactness.in_words(self.restored.certificate)
 
     def _warn(self, message: str) -> None:

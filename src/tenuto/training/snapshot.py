@@ -23,7 +23,7 @@ from tenuto.model.records import Json
 from tenuto.policy.keep import KEEP
 from tenuto.record import record
 from tenuto.repo.best import MODES
-from tenuto.state.contract import Flattened
+from tenuto.state.contract import Flattened, LoadReport
 from tenuto.state.declarations import Late
 from tenuto.state.encode.flattener import Flattener
 from tenuto.state.frameworks import loaded
@@ -102,7 +102,7 @@ def _same(few: Any, now: Any) -> bool:
 # for people, and nothing is decided by it.
 
 NOT_COVERED: Final = (
-    "gradients and autograd graphs",
+    "gradients, unless tenuto.torch.Gradients is in the state, and autograd graphs",
     "train or eval mode of modules",
     "local variables and closures of the training script",
     "random generators that the program made for itself, unless they are in the state",
@@ -206,10 +206,40 @@ def certificate(
         "settings": settings,
         "versions": versions,
         "code": code_identity(),
+        "form": {name: one for _, module in _forms() for name, one in module.form(state).items()},
     }
     if proof is not None and not past:  # certify has not seen where a loader stood that nothing counts
         content["proof"] = dict(proof)
     return judged(content)
+
+
+def amended(
+    certificate: Mapping[str, Any], state: Mapping[str, Any], report: LoadReport | None, reasons: Sequence[str]
+) -> Mapping[str, Any]:
+    """Returns a checkpoint's certificate with what the resume itself makes inexact: what of the state was left out
+    (`report`), what of its form is another now, and other `reasons`."""
+    found = list(reasons)
+    saved = certificate.get("form")
+    if report is not None:
+        for paths, words in (
+            (report.missing, "in the state, and not in the checkpoint"),
+            (report.unexpected, "in the checkpoint, and not in the state"),
+            (report.mismatched, "not restored"),
+        ):
+            if paths:
+                more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+                found.append(f"{paths[0]}{more}: {words} (strict=False)")
+    if isinstance(saved, Mapping):
+        found += [one for _, module in _forms() for one in module.differences(state, saved)]
+    if not found:
+        return certificate
+    # what certify has proved holds for a resume without these
+    rest = {name: value for name, value in certificate.items() if name != "proof"}
+    return judged(rest | {"reasons": list(dict.fromkeys([*certificate.get("reasons", ()), *found]))})
+
+
+def _forms() -> Iterator[tuple[Any, Any]]:
+    return ((framework, module) for framework, module in loaded("certificate") if hasattr(module, "form"))
 
 
 def _begun(state: Mapping[str, Any], since: Mapping[str, int]) -> Iterator[str]:

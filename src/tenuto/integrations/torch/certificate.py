@@ -9,8 +9,10 @@ from typing import Any, Final
 
 import torch
 
+from tenuto.integrations.torch import optimizer_steps
 from tenuto.integrations.torch.data.iteration import loaders
 from tenuto.integrations.torch.data.resumable import any_made, position_of
+from tenuto.integrations.torch.gradients import Gradients
 from tenuto.integrations.torch.wrappers import unsynchronised
 from tenuto.state.frameworks import is_stateful
 from tenuto.state.position.positions import DataPosition
@@ -38,6 +40,7 @@ def findings(state: Mapping[str, Any]) -> Findings:
     """Reads flags only: touches no tensor, synchronises no device."""
     accelerated = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     reasons = tuple(_nondeterminism()) if accelerated else ()
+    reasons += tuple(_changed_since_the_step(state))
     caveats = tuple(_unsaved(state))
     left_out = tuple(_optimizers_left_out(state))
     if any(map(_may_cover, state.values())):
@@ -136,10 +139,65 @@ def _unsaved(state: Mapping[str, Any]) -> Iterator[str]:
                 f"{name}: each rank may have its own buffers ({apart[0]}{more}): the first rank's are saved, and all "
                 "ranks have them after a resume (SyncBatchNorm keeps running statistics alike)"
             )
-        if any(parameter.grad is not None for parameter in module.parameters()):
-            yield f"{name}: gradients are not saved; they matter where they are not cleared before the next backward"
-        if len({inner.training for inner in module.modules()}) > 1:
-            yield f"{name}: some submodules are in train mode and some in eval mode; the mode is not saved"
+
+
+def _changed_since_the_step(state: Mapping[str, Any]) -> Iterator[str]:
+    """Describes gradients and weights that are not as the optimizers' latest steps left them."""
+    saved = any(isinstance(value, Gradients) for value in state.values())
+    for name, value in state.items():
+        for optimizer in _optimizers(value):
+            if not saved and optimizer_steps.window_is_open(optimizer):
+                yield (
+                    f"{name}: gradients lie there that no step has used yet, as in an accumulation window, and they "
+                    'are not saved: add "gradients": tenuto.torch.Gradients(model) to the state'
+                )
+            if optimizer_steps.weights_were_swapped(optimizer):
+                yield (
+                    f"{name}: its weights were changed since its latest step, as where averaged ones are swapped in "
+                    "for an evaluation: what lies there now is saved and resumed"
+                )
+
+
+# -- compared at the resume
+
+_MOST_NAMES: Final = 1000
+
+
+def form(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what decides a step, is no value of the state, and can be looked at: which modules are in eval mode, of
+    an entry that trains (one that is evaluated as a whole will train again), and which parameters are frozen; by entry.
+    """
+    found: dict[str, Any] = {}
+    for name, module in state.items():
+        if not isinstance(module, torch.nn.Module):
+            continue
+        own: dict[str, list[str]] = {"frozen": []}
+        if module.training:  # names are made up only where there are any: training waits for this at every save
+            own["eval"] = []
+            if not all(one.training for one in module.modules()):
+                own["eval"] = [inner for inner, one in module.named_modules() if not one.training][:_MOST_NAMES]
+        if not all(one.requires_grad for one in module.parameters()):
+            own["frozen"] = [inner for inner, one in module.named_parameters() if not one.requires_grad][:_MOST_NAMES]
+        found[name] = own
+    return found
+
+
+def differences(state: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
+    """Describes where the form of `state` is another than the `saved` one."""
+    for name, here in form(state).items():
+        there = saved.get(name)
+        if not isinstance(there, Mapping):
+            continue
+        for key, words in (("eval", "in eval mode"), ("frozen", "frozen (requires_grad=False)")):
+            if key not in there or key not in here:
+                continue
+            then, now = set(map(str, there[key])), set(here[key])
+            for which, was in ((then - now, "was"), (now - then, "is")):
+                if which:
+                    first = min(which)
+                    more = f" and {len(which) - 1} more" if len(which) > 1 else ""
+                    other = "is not now" if was == "was" else "was not when it was saved"
+                    yield f"{name}{'/' if first else ''}{first}{more} {was} {words}, and {other}"
 
 
 def _lays_buckets_anew(module: torch.nn.Module) -> bool:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tenuto.concurrency.interruption import undisturbed
+from tenuto.integrations.torch import optimizer_steps
 from tenuto.integrations.torch.data.resumable import position_of
 from tenuto.state.declarations import MARKS
 from tenuto.state.frameworks import is_stateful
@@ -35,7 +36,9 @@ _DEEPEST: Final = 3
 
 
 def follow() -> int:
-    """Begins to note iterators, once per process. Returns the number of the last one so far, for `begun`."""
+    """Begins to note iterators, and what optimizers leave behind, once per process. Returns the number of the last
+    iterator so far, for `begun`."""
+    optimizer_steps.follow()
     with _lock:
         made = _BaseDataLoaderIter.__init__
         if getattr(made, "noted_by", None) is _iterators:
