@@ -89,6 +89,8 @@ FEW = {
     "group": [7],
     "streamed_masks": [4, 5],
     "masks": [1, 8],
+    "masks_workers": [1, 8],
+    "masks_kept": [3, 5, 7],
     "short": [8],
     "counted": [10],
 }

@@ -9,15 +9,18 @@ the step, which comes back before anything is read after it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tenuto.errors import UsageError
+from tenuto.events import warn
 from tenuto.integrations.torch import rng
 from tenuto.integrations.torch.data.host_generators import HostGenerators, in_full
+from tenuto.integrations.torch.data.worker_generators import LEFT_EARLY, WorkerGenerators, follow
 from tenuto.state.position import rng as global_rng
 
 DEEPEST: Final = 4
@@ -43,6 +46,13 @@ class BatchOrder:
         self._latest: tuple[int, Any] | None = None
         """The number of the batch that was read last, and the generators before that."""
         self._resume: tuple[int, Mapping[str, Any] | None, Callable[[], None]] | None = None
+        self._workers: WorkerGenerators | None = None
+        self._stride = 1
+        """Batches of the loader inside that make one of the Trainer's."""
+        self._kept = False
+        """Whether this epoch began with workers that had been started in an earlier one."""
+        self._epochs = 0
+        """Epochs that this training has begun, here or in the processes before."""
 
     def __iter__(self) -> Iterator[Any]:
         raise UsageError("the Trainer iterates its own loader", subject="data", hint="trainer.train()")
@@ -55,9 +65,18 @@ class BatchOrder:
         loaded, self._loaded = self._loaded, None
         self.batches = self._latest = self._resume = None
         self._generators = HostGenerators()
-        self.epoch, self.delivered, self.ended = epoch, after, False
+        left_early, self.epoch, self.delivered, self.ended = not self.ended, epoch, after, False
         self._own = _own_generators(loader)
         self._watch(loader)
+        if loaded is not None:
+            self._epochs = loaded.get("epochs", 1)
+        if loaded is None or loaded["ended"] or loaded["epoch"] != epoch:
+            base = self._workers_of(loader)
+            if loaded is not None and base is not None and base.persistent_workers and not loaded["ended"]:
+                self._add_reason(LEFT_EARLY)
+            self._kept = self._epochs > 0
+            self._epochs += 1
+            self._follow(loader, 0, loaded, left_early=left_early)
         if loaded is None or loaded["ended"] or loaded["epoch"] != epoch:
             if loaded is not None:
                 settle()
@@ -67,11 +86,42 @@ class BatchOrder:
                 "own": [one.get_state() for one in self._own],
             }
             return
+        self._kept = loaded.get("kept", False)
         self._start = dict(loaded["start"])
         global_rng.apply(self._start["global"])
         self._set_own(self._start["own"])
         self._resume = (after, loaded["before"] if after == loaded["delivered"] else None, settle)
-        self.batches = iter(self._rest(loader, epoch, after))
+        rest = self._rest(loader, epoch, after)
+        self._follow(rest, after, loaded)
+        self.batches = iter(rest)
+
+    def _workers_of(self, loader: Any) -> DataLoader[Any] | None:
+        """Returns the loader inside, where its workers' generators are followed."""
+        base = getattr(loader, "base_dataloader", loader)
+        followed = isinstance(base, DataLoader) and base.num_workers > 0 and not hasattr(base, "state_dict")
+        return base if followed and not isinstance(base.dataset, IterableDataset) else None
+
+    def _follow(self, loader: Any, after: int, loaded: Mapping[str, Any] | None, *, left_early: bool = False) -> None:
+        """Has the batches of workers come with their generators, and workers that start anew begin with those."""
+        base = self._workers_of(loader)
+        if base is None:
+            return
+        if self._workers is None:
+            self._workers = WorkerGenerators(base, weakref.WeakMethod(self._add_reason))
+            self._workers.ahead = 2 * self._stride
+        if loaded is not None:
+            for reason in self._workers.load(loaded.get("workers"), inside=not loaded["ended"]):
+                self._add_reason(reason)
+        running = base.persistent_workers and base._iterator is not None
+        if running:
+            self._workers.goes_on(left_early=left_early)
+        kept = self._kept and base.persistent_workers
+        follow(base, self._workers, after * self._stride, fresh=not after and not kept, again=kept and not running)
+
+    def _add_reason(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons += (reason,)
+            warn(f"the data does not resume exactly: {reason}")
 
     def settle(self, restore: Callable[[], None]) -> None:
         """Restores the random state where the Trainer does, unless it came back while the first batch was read."""
@@ -104,12 +154,12 @@ class BatchOrder:
     def _watch(self, loader: Any) -> None:
         """Has `before_draw` called by a loader that reads in this process, one batch ahead at most."""
         base = getattr(loader, "base_dataloader", loader)
+        # accelerate's dispatcher reads a batch for each rank at once, on the first one
+        dispatches = type(loader).__name__ == "DataLoaderDispatcher" and not loader.split_batches
+        self._stride = stride = loader.state.num_processes if dispatches else 1
         sampler = getattr(base, "batch_sampler", None)
         if sampler is None or getattr(base, "num_workers", None) != 0 or hasattr(base, "state_dict"):
             return
-        # accelerate's dispatcher reads a batch for each rank at once, on the first one
-        dispatches = type(loader).__name__ == "DataLoaderDispatcher" and not loader.split_batches
-        stride = loader.state.num_processes if dispatches else 1
         inner = sampler
         while isinstance(inner, Sampler) and not isinstance(inner, DrawnIndices):
             inner = getattr(inner, "batch_sampler", None)
@@ -133,6 +183,9 @@ class BatchOrder:
             "start": None if self.ended else self._start,
             "own": [one.get_state() for one in self._own],
             "before": None if self.ended else before,
+            "epochs": self._epochs,
+            "kept": self._kept,
+            **({} if self._workers is None else {"workers": self._workers.state(self.delivered * self._stride)}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Tra
 
 KINDS = (
     *("lm", "best", "accumulate", "lora", "bestlora", "group", "iterable", "streamed_masks", "masks", "neftune"),
-    *("workers", "epochs", "plateau", "sft", "seq2seq", "short", "counted"),
+    *("workers", "epochs", "plateau", "sft", "seq2seq", "short", "counted", "masks_workers", "masks_kept"),
 )
 DEVICE = os.environ.get("TRAINERS_DEVICE", "cpu")
 """`cuda` trains on the GPU of the machine, by kernels that do the same twice."""
@@ -140,6 +140,8 @@ def arguments(kind: str, place: str, options: argparse.Namespace) -> dict[str, o
         "streamed_masks": {"max_steps": 15, "num_train_epochs": 1},
         "neftune": {"neftune_noise_alpha": 5.0},
         "workers": {"dataloader_num_workers": 2},
+        "masks_workers": {"dataloader_num_workers": 2},
+        "masks_kept": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
         "epochs": {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"},
         "plateau": {
             "eval_strategy": "steps",
@@ -161,9 +163,9 @@ def accuracy(prediction) -> dict[str, float]:
 
 def trainer_of(kind: str, place: str, options: argparse.Namespace) -> Trainer:
     given = arguments(kind, place, options)
-    texts = Texts(22 if kind == "accumulate" else 20, 1, ragged=kind in ("group", "masks"))
+    texts = Texts(22 if kind == "accumulate" else 20, 1, ragged=kind == "group" or kind.startswith("masks"))
     train = Stream(texts) if kind in ("iterable", "streamed_masks") else texts
-    collator = masked if kind in ("masks", "streamed_masks") else padded
+    collator = masked if kind.startswith("masks") or kind == "streamed_masks" else padded
     callbacks: list[TrainerCallback] = [Steps()]
     if kind == "best":
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=3))

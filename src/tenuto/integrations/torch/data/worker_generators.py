@@ -215,6 +215,40 @@ class Received(Iterator[Any]):
         return sent.batch
 
 
+def follow(loader: DataLoader[Any], generators: WorkerGenerators, first: int, *, fresh: bool, again: bool) -> None:
+    """Has a loader that others iterate give its batches without the generators that its workers send, from its next
+    `iter` on. `first`, `fresh`: as `WorkerGenerators.begin` takes them.
+
+    again: its workers take the place of some that the uninterrupted run would still have, so that their seed is drawn
+        from elsewhere than the loader's generator.
+    """
+    kind = type(loader)
+    if not issubclass(kind, _Followed):
+        made = _followed_kinds.get(kind)
+        if made is None:
+            made = _followed_kinds[kind] = type(kind.__name__, (_Followed, kind), {"__module__": kind.__module__})
+        loader.__class__ = made
+    loader.__dict__[_NEXT] = (generators, first, fresh, again)
+
+
+_NEXT: Final = "_tenuto_next"
+_followed_kinds: Final[dict[type[Any], type[Any]]] = {}
+
+
+class _Followed(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        generators, first, fresh, again = self.__dict__[_NEXT]
+        if self._iterator is None or not self.persistent_workers:
+            generators.begin(self, first, fresh=fresh)
+        own = self.generator
+        if again:
+            self.generator = torch.Generator()
+        try:
+            return generators.received(super().__iter__(), first)
+        finally:
+            self.generator = own
+
+
 # -- in a worker
 
 
