@@ -182,6 +182,13 @@ def certificate(
     else:
         reasons += position.reasons
         caveats += position.caveats
+        for one in sorted(
+            {name for _, module in loaded("iteration") for name in module.iterated(state, position.source)}
+        ):
+            reasons.append(
+                f"training is in the middle of {one} too, beside its data=, and nothing counts its batches: add "
+                "tenuto.torch.resumable(loader) to the state, and iterate that"
+            )
     late = [str(name) for name, value in state.items() if type(value) is Late]
     reasons += [f"the entry {name!r} is still tenuto.late(), and is not saved" for name in late]
     covered = counted if position is None else position.exact and not uncounted

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 import tenuto
 from tenuto import every
@@ -180,3 +181,30 @@ def test_a_data_position_that_does_not_fit_is_in_the_line(tmp_path: Path) -> Non
         for _ in ckpt.steps(STEPS):
             pass
     assert job.said[0].startswith("not exact: the data has 90 batches")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_second_loader_that_the_loop_iterates_itself_is_told(tmp_path: Path, shared: bool) -> None:
+    rows = list(range(60))
+    for _ in range(2):
+        job = Job(tmp_path)
+        loader = DataLoader(rows, batch_size=4, shuffle=True)
+        other = DataLoader(rows if shared else list(range(60)), batch_size=4, shuffle=True)
+        with tenuto.Checkpointer(tmp_path, job.state, data=loader, save=every(steps=1), sinks=[job.hear]) as ckpt:
+            seconds = iter(other)
+            for number in ckpt.steps(9 if job.said else 6):
+                next(ckpt.batches), next(seconds)
+                plain(job, number)
+    assert job.said[0].startswith("not exact: training is in the middle of a DataLoader over list too")
+
+
+def test_a_validation_loader_hides_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        job = Job(tmp_path)
+        loader, validation = DataLoader(list(range(60)), batch_size=4), DataLoader(list(range(20)), batch_size=4)
+        with tenuto.Checkpointer(tmp_path, job.state, data=loader, save=every(steps=1), sinks=[job.hear]) as ckpt:
+            for number in ckpt.steps(6):
+                next(ckpt.batches)
+                plain(job, number)
+                assert len(list(validation)) == 5
+    assert job.said == ["no known gap"]

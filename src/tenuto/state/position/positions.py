@@ -122,6 +122,11 @@ class DataPosition(Protocol):
         """The epoch, the batches delivered of it, and whether it is over (or none has begun)."""
         ...
 
+    @property
+    def source(self) -> Any:
+        """What the batches come from."""
+        ...
+
     def batches_in(self, epoch: int) -> int | None:
         """Returns `batches_per_epoch` of one epoch: one begun by another number of ranks may differ."""
         ...
@@ -320,6 +325,10 @@ class CountedPosition:
 
     def batches_in(self, epoch: int) -> int | None:
         return self.batches_per_epoch
+
+    @property
+    def source(self) -> Any:
+        return self._data
 
     @property
     def at(self) -> tuple[int, int, bool]:

@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from tenuto.concurrency.interruption import undisturbed
 from tenuto.integrations.torch import optimizer_steps
+from tenuto.integrations.torch.data.replay import COUNTED
 from tenuto.integrations.torch.data.resumable import position_of
 from tenuto.state.declarations import MARKS
 from tenuto.state.frameworks import is_stateful
@@ -30,6 +31,7 @@ _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 _begun: dict[int, tuple[int, weakref.ref[Any], str]] = {}
 """Each loader that was ever iterated, by its address: the number of its last iterator, and its data set in words."""
 _lock = threading.Lock()
+_LOADER: Final = "_tenuto_loader"
 _MOST: Final = 64
 _DEEPEST: Final = 3
 """Containers and objects around a loader, at most."""
@@ -60,7 +62,10 @@ def _last() -> int:
 
 def _note(iterator: Any, loader: Any) -> None:
     # A signal that comes here waits: what it saves asks for the same lock, in the same thread.
+    if loader.__dict__.get(COUNTED):
+        return
     with undisturbed, _lock, suppress(TypeError):  # one without a hash, of somebody's own, is iterated all the same
+        iterator.__dict__[_LOADER] = id(loader)
         _begun[id(loader)] = (_last() + 1, weakref.ref(loader), _words(loader.dataset))
         _iterators.add(iterator)
 
@@ -73,11 +78,13 @@ def begun(state: Mapping[str, Any], since: int) -> list[str]:
     return [words for loader, words in found if loader is None or id(loader.dataset) not in known]
 
 
-def iterated(state: Mapping[str, Any]) -> list[str]:
-    """Names the loaders that have begun an epoch and not given all of it, but for those that `state` has, also inside
-    an object that says its state by itself: that one counts the batches."""
+def iterated(state: Mapping[str, Any], data: Any = None) -> list[str]:
+    """Names the loaders that have begun an epoch and not given all of it, but for `data` and those that `state` has,
+    also inside an object that says its state by itself: that one counts the batches."""
+    if data is not None and not isinstance(data, DataLoader):
+        return []  # a trainer's own, which may take batches from any loader
     with _lock:
-        found = list(_iterators)
+        found = [one for one in _iterators if one.__dict__.get(_LOADER) != id(data)]
     inside = [one._dataset for one in found if _inside(one)]
     known = _known(state) if inside else set()
     return [_words(dataset) for dataset in inside if id(dataset) not in known]

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from tenuto.errors import UsageError
 from tenuto.integrations.torch.data.host_generators import Captured, HostGenerators, in_full
-from tenuto.integrations.torch.data.replay import ReplayPosition, order_sampler
+from tenuto.integrations.torch.data.replay import COUNTED, ReplayPosition, order_sampler
 from tenuto.integrations.torch.rng import is_seedable
 from tenuto.state.position import rng as global_rng
 from tenuto.state.position.positions import (
@@ -58,6 +58,7 @@ def plain(base: DataLoader[Any]) -> DataLoader[Any]:
     copied = copy.copy(base)
     copied.__class__ = plain_class(base)
     copied.__dict__.pop(POSITION, None)
+    copied.__dict__[COUNTED] = True
     if has_state(copied):  # torchdata's: accelerate has asked for its state, for which it has made an iterator
         copied.__dict__.update({"_iterator": None, "_initial_iter_for_state_dict": False})
     return copied

@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
@@ -553,12 +553,16 @@ class ReplayPosition(CountedPosition):
         return here.before(saved, delivered)
 
 
+COUNTED: Final = "_tenuto_counted"
+"""Set on loaders of which a position counts the batches."""
+
+
 def _with_indices(loader: DataLoader[Any], indices: Skipping) -> DataLoader[Any]:
     """Returns a shallow copy of the loader that draws from `indices`, with all settings of the user, later torch
     versions and subclasses."""
     copied = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    copied.__dict__.update({name: indices, "_iterator": None})
+    copied.__dict__.update({name: indices, "_iterator": None, COUNTED: True})
     return copied
 
 

@@ -194,6 +194,10 @@ class ResumablePosition:
         return self._inner.elsewhere
 
     @property
+    def source(self) -> Any:
+        return self._inner.source
+
+    @property
     def in_source(self) -> bool:
         return self.iterated
 

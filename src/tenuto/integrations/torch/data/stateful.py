@@ -11,7 +11,14 @@ from typing import Any
 from torch.utils.data import BatchSampler, IterableDataset
 
 from tenuto.integrations.torch import rng
-from tenuto.integrations.torch.data.replay import EpochCut, EpochOfSampler, index_sampler, order_differs, order_name
+from tenuto.integrations.torch.data.replay import (
+    COUNTED,
+    EpochCut,
+    EpochOfSampler,
+    index_sampler,
+    order_differs,
+    order_name,
+)
 from tenuto.integrations.torch.data.sampler import SharedOrder
 from tenuto.integrations.torch.data.worker_generators import LEFT_EARLY, WorkerGenerators
 from tenuto.state.position.positions import (
@@ -35,7 +42,7 @@ class StatefulLoaderPosition(CountedPosition):
         self._loader = loader
         if loader.num_workers:  # a copy, so that whoever iterates the loader itself is sent plain batches
             self._loader = copy.copy(loader)
-            self._loader.__dict__.update({"_iterator": None, "_initial_iter_for_state_dict": False})
+            self._loader.__dict__.update({"_iterator": None, "_initial_iter_for_state_dict": False, COUNTED: True})
         self._keeps_workers = loader.persistent_workers and loader.num_workers > 0
         self._started_workers = False
         self.workers = WorkerGenerators(loader, weakref.WeakMethod(self._add_reason))
