@@ -208,3 +208,20 @@ def test_a_validation_loader_hides_nothing(tmp_path: Path) -> None:
                 plain(job, number)
                 assert len(list(validation)) == 5
     assert job.said == ["no known gap"]
+
+
+def test_gradients_that_are_saved_as_tensors_are_no_gap(tmp_path: Path) -> None:
+    for _ in range(2):
+        job = Job(tmp_path)
+        for one in job.model.parameters():
+            one.grad = torch.zeros_like(one)
+        job.state["kept"] = [one.grad for one in job.model.parameters()]
+
+        def step(job: Job, number: int) -> None:
+            job.backward()
+            if (number + 1) % WINDOW == 0:
+                job.optimizer.step()
+                job.optimizer.zero_grad(set_to_none=False)
+
+        job.train(STEPS, step)
+    assert job.said == ["no known gap"]

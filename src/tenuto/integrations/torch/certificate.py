@@ -144,9 +144,12 @@ def _unsaved(state: Mapping[str, Any]) -> Iterator[str]:
 def _changed_since_the_step(state: Mapping[str, Any]) -> Iterator[str]:
     """Describes gradients and weights that are not as the optimizers' latest steps left them."""
     saved = any(isinstance(value, Gradients) for value in state.values())
+    entries = [one for value in state.values() if type(value) in (list, tuple) for one in value]
+    entries += [one for value in state.values() if type(value) is dict for one in value.values()]
+    own = {id(one) for one in entries if isinstance(one, torch.Tensor)}
     for name, value in state.items():
         for optimizer in _optimizers(value):
-            if not saved and optimizer_steps.window_is_open(optimizer):
+            if not saved and optimizer_steps.window_is_open(optimizer, own):
                 yield (
                     f"{name}: gradients lie there that no step has used yet, as in an accumulation window, and they "
                     'are not saved: add "gradients": tenuto.torch.Gradients(model) to the state'

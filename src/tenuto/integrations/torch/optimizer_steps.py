@@ -9,7 +9,7 @@ are looked at behind each step, by that counter and by where they lie, so that n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container
 from typing import Any, Final
 
 import torch
@@ -74,13 +74,14 @@ def _marked(gradient: torch.Tensor) -> tuple[int, int]:
     return id(gradient), gradient._version
 
 
-def window_is_open(optimizer: Optimizer) -> bool:
-    """Returns whether gradients lie there that no step of this optimizer has used: none of what it looks at is as the
-    latest step left it, and some are not zero. Waits for the device only where gradients have changed since."""
+def window_is_open(optimizer: Optimizer, saved: Container[int] = ()) -> bool:
+    """Returns whether gradients lie there that no step of this optimizer has used: some are others than the latest step
+    left, and not zero. Waits for the device only where gradients have changed since. `saved`: the addresses (`id`) of
+    tensors that are saved."""
     behind = _behind.get(optimizer)
     used = {} if behind is None else behind.gradients
     return any(
-        _marked(one.grad) != used.get(id(one)) and _has_values(one.grad)
+        _marked(one.grad) != used.get(id(one)) and id(one.grad) not in saved and _has_values(one.grad)
         for one in _few(optimizer)
         if one.grad is not None
     )
@@ -98,9 +99,6 @@ def weights_were_swapped(optimizer: Optimizer) -> bool:
 def _has_values(gradient: torch.Tensor) -> bool:
     inside = gradient._values() if gradient.is_sparse else getattr(gradient, "_local_tensor", gradient)
     flat = inside.detach().reshape(-1) if inside.is_contiguous() else inside.detach().flatten()
-    return bool(flat[:: max(1, flat.numel() // _SAMPLED)].any()) if flat.numel() else False
-
-
-def stepped() -> Iterator[Optimizer]:
-    """Yields the optimizers that have taken a step in this process."""
-    yield from list(_behind)
+    few = flat[:: max(1, flat.numel() // _SAMPLED)]
+    # infinite ones are of a step that a GradScaler has skipped, and no step will use them
+    return bool(few.any()) and bool(few.isfinite().all())
