@@ -281,7 +281,7 @@ class Inspection:
 
 def not_read(id: CheckpointId, why: str, name: str) -> Finding:
     """Returns the finding of an object whose store did not let it be read."""
-    return Finding(id, "unread", f"could not be read, and is not judged: {why}", object=name, harms_restore=False)
+    return Finding(id, "unread", f"could not be read, so it may be whole or not: {why}", object=name, harms_restore=False)
 
 
 def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> Inspection:
@@ -323,7 +323,7 @@ def _apart(repo: Repo, found: Inspection, manifest: Manifest) -> list[Store]:
         try:
             if has_another(repo, place, manifest):
                 apart.append(place)
-                message = f"{place.url} has another checkpoint under this name, which is not judged by this one"
+                message = f"{place.url} has another checkpoint under this name, which is not compared with this one"
                 found.findings.append(Finding(found.id, "info", message, harms_restore=False))
         except StoreError as error:
             found.failed(error, found.id.manifest, prefix=f"in {place.url}: ")

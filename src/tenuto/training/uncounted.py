@@ -86,13 +86,13 @@ class FirstSave:
         """Begins to wait for the first step."""
         if self._timer is None and not self._over:
             self._began_s = time.monotonic()
-            self._look_in(PATIENCE_S)
+            self._check_in(PATIENCE_S)
 
     def end(self, *, closed: bool = False) -> None:
         """Ends the waiting: a step is completed, or, with `closed`, training has ended without one, which it is told
         where batches were trained."""
         if closed and not self._over and self._batches:
-            self._tell("training has ended")
+            self._report("training has ended")
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -106,19 +106,19 @@ class FirstSave:
         self._why = why
         self._judge(epoch_ended=epoch_ended)
         if self._due and (epoch_ended or self._batches >= PATIENCE_BATCHES):
-            self._tell(f"a save was due ({self._due})")
+            self._report(f"a save was due ({self._due})")
 
-    def _look_in(self, wait_s: float) -> None:
-        self._timer = timer = threading.Timer(wait_s, self._look)
+    def _check_in(self, wait_s: float) -> None:
+        self._timer = timer = threading.Timer(wait_s, self._check)
         timer.name, timer.daemon = "tenuto-first-save", True
         timer.start()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._judge()
         if self._due:
-            self._tell(f"a save was due ({self._due})")
+            self._report(f"a save was due ({self._due})")
         elif not self._over and self._session() is not None:
-            self._look_in(LOOK_AGAIN_S)
+            self._check_in(LOOK_AGAIN_S)
 
     def _judge(self, *, epoch_ended: bool = False) -> None:
         """Asks the policy whether it would save now, had each batch been a step."""
@@ -129,7 +129,7 @@ class FirstSave:
             decision = session.saving.policy.decide(moment, SaveHistory(self._began_s))
             self._due = decision.reason if decision.save else ""
 
-    def _tell(self, due: str) -> None:
+    def _report(self, due: str) -> None:
         session = self._session()
         if session is None or not session.saving.group.coordinates:
             return

@@ -255,7 +255,7 @@ def test_verify_says_nothing_of_what_its_store_does_not_let_be_read(
     silent.add(str(tmp_path / "tier"))
     status, told = command("verify", home, "--note")
     assert status == 18 and "DAMAGED" not in told and "missing" not in told and "lacks" not in told
-    assert "UNREAD" in told and "is not judged: in" in told and "could not be read" in told
+    assert "UNREAD" in told and "so it may be whole or not: in" in told and "could not be read" in told
     repo = Repo.open(open_store(home))
     assert {verification_of(notes(repo, id)) for id in repo.checkpoints()} == {""}
     silent.clear()

@@ -175,7 +175,7 @@ def _print(report: VerifyReport) -> None:
         output.line(f"{many}: whole ({read})" if report.every_byte else f"{many}: structure whole ({read})")
         return
     if report.exit_code != DAMAGED:
-        unread = f"{count(len(report.unread), 'object')} could not be read, and nothing is said of them"
+        unread = f"{count(len(report.unread), 'object')} could not be read, and may be whole or not"
         output.line(f"{many}: what could be read is whole ({read}); {unread}")
         return
     damaged = report.damaged()

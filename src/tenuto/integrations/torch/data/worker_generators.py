@@ -109,7 +109,7 @@ class WorkerGenerators:
             return ""
         return (
             f"{', '.join(names)} was changed in this process after the loader's persistent workers had started: they "
-            "do not see it, and workers that start anew do"
+            "do not see it, and workers of a resumed process do"
         )
 
     def goes_on(self, *, left_early: bool) -> None:
