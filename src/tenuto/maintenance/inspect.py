@@ -281,7 +281,9 @@ class Inspection:
 
 def not_read(id: CheckpointId, why: str, name: str) -> Finding:
     """Returns the finding of an object whose store did not let it be read."""
-    return Finding(id, "unread", f"could not be read, so it may be whole or not: {why}", object=name, harms_restore=False)
+    return Finding(
+        id, "unread", f"could not be read, so it may be whole or not: {why}", object=name, harms_restore=False
+    )
 
 
 def inspect(repo: Repo, id: CheckpointId, manifest: Manifest | None = None) -> Inspection:

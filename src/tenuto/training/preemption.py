@@ -287,14 +287,15 @@ def leaving_signals() -> tuple[int, ...]:
     return signals if in_notebook() else (*signals, signal.SIGINT)
 
 
-def send_again(name: str, after_s: float) -> None:
-    """Has this process sent the signal once more, if it is still there by then. Never SIGINT: a second one is taken for
-    that of a person who wants to break off."""
+def send_again(name: str, after_s: float) -> threading.Timer | None:
+    """Has this process sent the signal once more, unless what it returns is cancelled by then. Never SIGINT: a second
+    one is taken for that of a person who wants to break off."""
     if name == "SIGINT":
-        return
+        return None
     again = threading.Timer(after_s, os.kill, (os.getpid(), signal.Signals[name]))
     again.daemon = True
     again.start()
+    return again
 
 
 def in_notebook() -> bool:

@@ -6,6 +6,7 @@ A save is taken only between two steps; a signal that comes while a call of ours
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -90,6 +91,8 @@ class TrainingSession:
         self._mark: StateMark | None = None
         """The last completed step, which a signal outside any step can still save."""
         self._postponed = ""
+        self._again: threading.Timer | None = None
+        """What sends a signal once more, while the rest of an epoch's body is waited for."""
         """Why the last step of an epoch is to be saved, until its batches have come to their end."""
 
     @classmethod
@@ -477,6 +480,7 @@ class TrainingSession:
         if self.closed:
             return
         self.closed = True
+        self._not_again()
         self._preemption.hold_back()
         self.first_save.end(closed=ended_well and not replaced)
         self.saving.leave(self.step)
@@ -642,7 +646,7 @@ class TrainingSession:
         if in_step or not self.saving.group.acts_at_once:
             return
         if in_rest and first:
-            send_again(name, REST_S)
+            self._again = send_again(name, REST_S)
             if self.unsaved:
                 with undisturbed:
                     self._requests.save(wait=True, between=True, reason=f"{name} came", mark=self._mark)
@@ -654,8 +658,14 @@ class TrainingSession:
                 self._take_marked(mark, f"{name} came")
             self._leave()
 
+    def _not_again(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+
     def _leave(self, name: str | None = None) -> None:
         """Ends the process as the signal asked, with everything that is in flight committed."""
+        self._not_again()
         self._preemption.hold_back()
         self._preemption.prepare_to_leave(name)
         self.saving.wait_to_leave(CLOSE_DEADLINE_S)

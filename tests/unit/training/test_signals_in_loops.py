@@ -174,6 +174,24 @@ def test_an_evaluation_that_takes_longer_than_a_signal_leaves_is_not_waited_for(
     assert steps_of(place) != []
 
 
+def test_a_signal_is_not_sent_again_once_its_training_is_closed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that catches what it leaves by, and goes on, is not ended ten seconds later."""
+    monkeypatch.setattr(training_session, "REST_S", 3600.0)
+    began: list[threading.Timer] = []
+
+    def evaluate() -> None:
+        ask()
+        began.extend(
+            one for one in threading.enumerate() if isinstance(one, threading.Timer) and one.function is os.kill
+        )
+
+    epochs(place, Stream(), after=evaluate)
+    assert began and steps_of(place) != []
+    for one in began:
+        one.join(PATIENCE_S)
+        assert not one.is_alive()
+
+
 def model() -> dict[str, Any]:
     return {"model": torch.nn.Linear(50, 50), "steps": 0}
 
