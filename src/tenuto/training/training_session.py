@@ -569,7 +569,7 @@ class TrainingSession:
         """Takes the save that is due, and leaves if a signal came; with `rest_follows` only requests it."""
         self.saving.raise_loss()
         self.saving.raise_failure()
-        if self._probe is not None:
+        if self._probe is not None and not rest_follows:  # what is saved of this step is what its body's end leaves
             self._probe.completed()
         log_lines.flush()
         group, unwell = self.saving.group, self.saving.health.hears and self.saving.health.act()

@@ -95,7 +95,9 @@ def test_another_batch_size_loses_nothing_of_the_epoch(tmp_path: Path, name: str
         warnings.simplefilter("always")
         assert train(size, 0) == rest
     assert len(seen) == saved_at * 4 + rest * size and sorted(seen) == list(range(64))
-    assert any("as saved" in str(one.message) or "batches, and had" in str(one.message) for one in caught)
+    # An epoch that was stopped in its last batch is over: the next one has only its own size.
+    told = any("as saved" in str(one.message) or "batches, and had" in str(one.message) for one in caught)
+    assert told or saved_at * 4 == 64
 
 
 def lives(make: Callable[[int], Any], *sizes_and_batches: tuple[int, int]) -> list[int]:
