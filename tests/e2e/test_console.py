@@ -136,7 +136,7 @@ def test_a_signal_outside_a_step_while_a_line_is_being_logged(tmp_path: Path) ->
     """
     assert said(tmp_path, body, status=143) == (
         "INFO root: evaluating\n"
-        "INFO tenuto: SIGTERM: step 2 is done; saving run main and leaving\n"
+        "INFO tenuto: SIGTERM: finishing step 2, then saving run main and leaving\n"
         "INFO tenuto: saved step 2 of run main (SIZE in TIME)\n"
         "INFO tenuto: SIGTERM: leaving with status 143; step 2 of run main is saved in PLACE/ckpts\n"
     )

@@ -183,7 +183,9 @@ def _generator(path: str) -> str:
 def group_of(path: str) -> Group:
     if path.startswith(RANDOM):
         return "random"
-    return "data" if path.startswith(DATA) else "state"
+    if path.startswith(DATA):
+        return "batches" if "/workers/" in path else "data"  # what a loader's workers draw is in the batches
+    return "state"
 
 
 def _entries(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[Differing]:

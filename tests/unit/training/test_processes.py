@@ -275,7 +275,9 @@ def test_a_signal_finishes_the_step_saves_it_and_leaves(place: Path, number: sig
 
 
 @pytest.mark.parametrize(
-    ("touch", "more"), [("", ""), ("state['n'] += 1", "n"), ("state['w'] += 1", "w")], ids=["nothing", "plain", "tensor"]
+    ("touch", "more"),
+    [("", ""), ("state['n'] += 1", "n"), ("state['w'] += 1", "w")],
+    ids=["nothing", "plain", "tensor"],
 )
 def test_a_signal_in_an_evaluation_saves_the_last_step_where_the_body_ends(place: Path, touch: str, more: str) -> None:
     """What the body changes behind its batches, as by a scheduler's step, belongs to that step."""
