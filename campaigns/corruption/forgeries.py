@@ -38,7 +38,7 @@ from tenuto.policy.save import every
 from tenuto.repo import keys
 from tenuto.repo.format import objects
 from tenuto.repo.keys import change_ring, secret_from, unlock, without_code
-from tenuto.repo.notes import add_note
+from tenuto.repo.notes import add_note, notes, unread
 from tenuto.repo.refs import put_ref
 from tenuto.repo.repository import Repo, now_text
 from tenuto.repo.tombstones import put_tombstone
@@ -375,7 +375,7 @@ def strike(made: Sealed, names: list[str], source: random.Random, tally: Forgery
 
 def _judge(place: Path, made: Sealed, *, must_tell: bool, tally: ForgeryTally) -> Iterator[str]:
     every_step = set(range(1, LAST + 1))
-    best = {BEST} if _has(place, made, BEST) else every_step  # without the best, another one is
+    best = _best(place, made) if _has(place, made, BEST) else every_step  # without the best, another one is
     wanted: list[tuple[int | str, set[int]]] = [(step, {step}) for step in range(1, LAST + 1)]
     wanted += [(LAST + 1, set()), ("prod", {TAGGED}), ("best:loss:min", best)]
     for step, right in wanted:
@@ -452,6 +452,19 @@ def _has(place: Path, made: Sealed, step: int) -> bool:
     except TenutoError:
         return False
     return _is_genuine(repo, CheckpointId(RUN, 2, step))
+
+
+def _best(place: Path, made: Sealed) -> set[int]:
+    """The best of those that can be compared: one beside which a forged note lies is not, since what it may have
+    replaced is not known."""
+    repo = Repo.open(open_store(place))
+    unlock(repo, made.key)
+    compared = [
+        step
+        for step in range(2, LAST + 1)
+        if _has(place, made, step) and not unread(id := CheckpointId(RUN, 2, step), notes(repo, id))
+    ]
+    return {min(compared, key=LOSS.__getitem__, default=1)}
 
 
 def _is_genuine(repo: Repo, id: CheckpointId) -> bool:

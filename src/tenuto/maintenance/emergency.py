@@ -19,7 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from tenuto.concurrency.deadlines import while_moving, within
 from tenuto.crashpoints import crashpoint
-from tenuto.engine.memory_tier.eligibility import EligibleImage, foreign, judge_line
+from tenuto.engine.memory_tier.eligibility import EligibleImage, judge_line, of_another_run
 from tenuto.engine.memory_tier.image_store import check_image
 from tenuto.engine.memory_tier.listing import images
 from tenuto.engine.memory_tier.seal import SealHolder
@@ -402,11 +402,11 @@ def _flushed(there: Repo, run: str, found: Sequence[Any], report: Report) -> Che
     record = there.find_attempt(run, number) if number else None
     if record is None:
         return None
-    holder = SealHolder(number, record.id)
+    holder = SealHolder(number, record.id)  # says whose they are: of the run's own directory this is always a copy
     fit = [
         JudgedImage(one, EligibleImage(None, durable=False))
         for one in found
-        if not one.alive and not foreign(there, run, one.footer) and one.footer.holder == holder
+        if not one.alive and not of_another_run(there, run, one.footer) and one.footer.holder == holder
     ]
     for state in whole_states(fit):
         footer = state[0].found.footer

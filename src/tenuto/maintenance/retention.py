@@ -74,8 +74,14 @@ class RetentionPlan:
     grace: Grace = "left behind"
     trash: frozenset[CheckpointId] = frozenset()
     superseded: bool = False
-    warnings: tuple[str, ...] = ()
-    """What of the policy cannot be met, and what cannot be judged, in words."""
+    unmet: tuple[str, ...] = ()
+    """What of the policy cannot be met, in words."""
+    unjudged: tuple[str, ...] = ()
+    """What cannot be judged, in words."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return (*self.unmet, *self.unjudged)
 
     @property
     def dropped(self) -> tuple[CheckpointId, ...]:
@@ -180,8 +186,10 @@ def _plan(
     trash = _into_trash(snapshot, run, facts, going, policy=policy, grace=grace)
     unread = {one.id: one.unread for one in facts if one.unread}
     kept = judged_without(unread, "kept without a decision", snapshot.url)
-    warnings = (*policy.warnings(facts), *([kept] if kept else ()))
-    return RetentionPlan(snapshot.url, run, attempt, policy, verdicts, nbytes, grace, trash, warnings=warnings)
+    unmet, unjudged = tuple(policy.warnings(facts)), (kept,) if kept else ()
+    return RetentionPlan(
+        snapshot.url, run, attempt, policy, verdicts, nbytes, grace, trash, unmet=unmet, unjudged=unjudged
+    )
 
 
 def _into_trash(

@@ -68,7 +68,9 @@ class RetentionWorker:
         self._attempt: Attempt | None = None
         self._looked_into_trash: float | None = None
         self._told: frozenset[str] = frozenset()
-        """What of the last plan was worth a warning."""
+        """What no plan could judge, as far as it was told."""
+        self._told_of_unmet = False
+        """Whether it was told what of the policy cannot be met: each plan says that of other checkpoints."""
         self._step = 0
         """The last committed step."""
         self._everything = False
@@ -122,10 +124,14 @@ class RetentionWorker:
             policy, copying = self._tiers.policy(), self._tiers.copying
             plan = plan_retention(self._repo, attempt, policy, self._catalog, copying=copying)
             going = len(plan.dropped)
-            for warning in plan.warnings:
-                if warning not in self._told:
-                    self._told |= {warning}
-                    self._warn(f"retention of run {attempt.run!r}: {warning}")
+            new = [
+                *(() if self._told_of_unmet else plan.unmet),
+                *(one for one in plan.unjudged if one not in self._told),
+            ]
+            self._told_of_unmet |= bool(plan.unmet)
+            self._told |= {*plan.unjudged}
+            for warning in new:
+                self._warn(f"retention of run {attempt.run!r}: {warning}")
             stay = len(plan.verdicts) - going
             if not everything and remote and 0 < going < max(stay // TOGETHER, min(A_FEW, (stay + 1) // 2)):
                 with self._state:

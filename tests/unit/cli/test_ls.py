@@ -179,6 +179,7 @@ def test_ls_json(cli, made):
         "health": None,
         "spikes": {},
         "goes": None,
+        "sealed": None,
     }
     assert gpt["checkpoints"][0]["metrics"]["late"] == 0.25
 

@@ -11,6 +11,7 @@ from tenuto.errors import CheckpointNotFound, MetricNotLogged, RemovalRefused, U
 from tenuto.maintenance import remove, retention
 from tenuto.model.ids import CheckpointId
 from tenuto.policy import keep
+from tenuto.repo.notes import add_note
 from tenuto.repo.refs import list_refs
 from tenuto.repo.repository import Repo
 from tenuto.store.registry import open_store
@@ -78,13 +79,15 @@ def test_several_runs_by_their_latest_or_their_best(repository, train):
         repository.compare([7], run="small")
 
 
-def test_without_a_direction_none_is_the_best(repository, train):
+def test_without_a_direction_none_is_marked_and_the_name_says_which_is_asked_for(repository, train):
     train([1, 2])
     found = repository.compare([1, 2], metric="loss")
     assert (found.metrics, [one.best for one in found.checkpoints]) == (("loss",), [(), ()])
     assert [one.best for one in repository.compare([1, 2], metric="loss", mode="min").checkpoints] == [(), ("loss",)]
-    with pytest.raises(UsageError, match="lowest loss"):
-        repository.compare(runs=["main"], metric="loss")
+    assert [one.id for one in repository.compare(runs=["main"], metric="loss").checkpoints] == [at(1, 2)]
+    add_note(repository.repo, at(1, 1), "metric", {"score": 1.0})
+    with pytest.raises(UsageError, match="lowest score"):
+        repository.compare(runs=["main"], metric="score")
 
 
 def test_nan_is_never_best_and_compares(repository, train):

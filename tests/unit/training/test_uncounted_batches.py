@@ -165,8 +165,8 @@ def test_a_training_that_completes_steps_is_told_nothing(
     monkeypatch.setattr(uncounted, "PATIENCE_S", 1e-3)
     monkeypatch.setattr(uncounted, "LOOK_AGAIN_S", 1e-3)
     looks = threading.Semaphore(0)
-    look = uncounted.FirstSave._look
-    monkeypatch.setattr(uncounted.FirstSave, "_look", lambda self: (look(self), looks.release()))
+    look = uncounted.FirstSave._check
+    monkeypatch.setattr(uncounted.FirstSave, "_check", lambda self: (look(self), looks.release()))
     with tenuto.Checkpointer(place, state(), save=every(steps=2)) as ckpt:
         for step in ckpt.steps(4):
             if step == 0:

@@ -40,9 +40,7 @@ def keep(
     latest: Annotated[int | None, typer.Option("--latest", metavar="N", help="Keep the newest N.")] = None,
     best: Annotated[
         list[str] | None,
-        typer.Option(
-            "--best", metavar=BEST, help="Keep the N best; MODE min or max, else as trained, else by its name."
-        ),
+        typer.Option("--best", metavar=BEST, help="The N best; min or max, else as trained or by name."),
     ] = None,
     every_steps: Annotated[
         int | None, typer.Option("--every-steps", metavar="N", help="Keep the first at or after each multiple of N.")

@@ -46,6 +46,11 @@ def judge(repo: Repo, run: str, footer: Seal) -> EligibleImage | str:
 
 def foreign(repo: Repo, run: str, footer: Seal) -> str:
     """Returns why an image is not of this run, machine, user and directory, if it is not."""
+    return of_another_run(repo, run, footer) or of_another_place(repo, footer)
+
+
+def of_another_run(repo: Repo, run: str, footer: Seal) -> str:
+    """Returns why an image is not of this run, machine and user, if it is not; in whatever directory `repo` lies."""
     if footer.repository != repo.id:
         return "it is of another repository"
     if footer.id.run != run:
@@ -55,7 +60,7 @@ def foreign(repo: Repo, run: str, footer: Seal) -> str:
         return "it was sealed before this machine was started, or on another one"
     if footer.uid != os.geteuid():
         return f"user {footer.uid} sealed it"
-    return of_another_place(repo, footer)
+    return ""
 
 
 def of_another_place(repo: Repo, footer: Seal) -> str:
