@@ -188,6 +188,7 @@ def crashed(tmp_path_factory):
 
         assert live(place / "ckpts", kill=17, on_step=on_step).killed
         shutil.copytree(root, place / "shm")
+    (place / "ckpts").rename(place / "kept")  # each copy of it is then where it was moved to, and has its images
     return place
 
 
@@ -196,7 +197,7 @@ class Left:
 
     def __init__(self, crashed: Path, place: Path, root: Path) -> None:
         self.where = place / "ckpts"
-        shutil.copytree(crashed / "ckpts", self.where)
+        shutil.copytree(crashed / "kept", self.where)
         shutil.copytree(crashed / "shm", root, dirs_exist_ok=True)
         found = {one.footer.id.step: one for one in images() if one.footer is not None}
         assert sorted(found) == [16, 17]

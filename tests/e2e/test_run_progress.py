@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,8 +59,15 @@ with tenuto.Checkpointer("ckpts", state, save=every(steps=5), on_unhealthy="stop
     assert "3 starts in a row ended without a new step" in done.stderr
 
 
-def test_where_shared_memory_is_full_the_heartbeats_go_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
+@pytest.fixture
+def on_disk() -> Iterator[Path]:
+    """A directory that stays where it is when something is mounted over `/dev/shm`: pytest's own may lie there."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
+        yield Path(made)
+
+
+def test_where_shared_memory_is_full_the_heartbeats_go_elsewhere(on_disk: Path) -> None:
+    (on_disk / "train.py").write_text(
         "import numpy as np, tenuto\n"
         "state = {'w': np.zeros(4)}\n"
         "with tenuto.Checkpointer('ckpts', state, save=tenuto.every(steps=5)) as ckpt:\n"
@@ -75,9 +84,9 @@ def test_where_shared_memory_is_full_the_heartbeats_go_elsewhere(tmp_path: Path)
     ):
         pytest.skip("this process may mount nothing")
     command = [sys.executable, "-m", "tenuto", "run", "--journal", "journal.jsonl", "--", sys.executable, "train.py"]
-    done = subprocess.run([*inside, *command], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([*inside, *command], cwd=on_disk, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "/dev/shm has no room for heartbeats (No space left on device): they go to" in done.stderr
-    (end,) = [one for one in events(tmp_path) if one["event"] == "ended"]
+    (end,) = [one for one in events(on_disk) if one["event"] == "ended"]
     assert (end["status"], end["step"]) == (0, 10), "its steps were heard of"
-    assert tenuto.load(tmp_path / "ckpts").checkpoint.step == 10
+    assert tenuto.load(on_disk / "ckpts").checkpoint.step == 10

@@ -166,15 +166,15 @@ class MemoryTier:
 
     def _of_another_place(self, files: Sequence[LastingSlot]) -> str:
         """Returns why what lies in the slots is not for this process to take; empty where nothing is."""
-        for file in files:
-            sealed = newest(file.seals(), file.name)
-            why = "" if sealed is None else of_another_place(self._repo, sealed[1])
-            if sealed is not None and why:
-                return (
-                    f"step {sealed[1].id.step} lies in memory already, and {why}; it is left alone "
-                    f"({typed('tenuto', 'flush', sealed[1].where or 'WHERE')} writes it to its own repository)"
-                )
-        return ""
+        found = [one[1] for file in files if (one := newest(file.seals(), file.name)) is not None]
+        theirs = [(footer, why) for footer in found if (why := of_another_place(self._repo, footer))]
+        if not theirs:
+            return ""
+        footer, why = max(theirs, key=lambda one: one[0].sequence)
+        return (
+            f"step {footer.id.step} lies in memory already, and {why}; it is left alone "
+            f"({typed('tenuto', 'flush', footer.where or 'WHERE')} writes it to its own repository)"
+        )
 
     def await_slots(self) -> None:
         """Takes the slots as `hold` does, and waits for an owner that may be dying, once."""
