@@ -64,11 +64,11 @@ def test_each_rank_reads_it_and_none_is_told(saved: Path, monkeypatch: pytest.Mo
 def test_one_that_is_gone_for_one_rank_is_passed_over_by_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = group_restore.GroupRestore._found
 
-    def found(self: Any, id: Any, source: Any, mark: str, told: bytes) -> bytes:
+    def found(self: Any, id: Any, mark: str, told: bytes) -> bytes:
         assert not told
         if self.group.rank == 2 and id.step == 2:
             raise CheckpointNotFound(f"{id} is gone", subject=str(id))
-        return original(self, id, source, mark, told)
+        return original(self, id, mark, told)
 
     monkeypatch.setattr(group_restore.GroupRestore, "_found", found)
     skipped = Skipped()
